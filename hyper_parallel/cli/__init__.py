@@ -1,0 +1,1 @@
+"""The command line `hyper-parallel`: one file per command, none of which imports a framework."""

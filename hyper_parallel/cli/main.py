@@ -1,0 +1,37 @@
+"""The application behind `hyper-parallel`: global options, and the commands that live in the files next to this one."""
+
+from typing import Annotated
+
+import typer
+
+from hyper_parallel import __version__
+from hyper_parallel.cli.doctor import doctor
+
+app = typer.Typer(
+    name="hyper-parallel",
+    help="Train one model on many devices, on PyTorch or MindSpore.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+app.command("doctor")(doctor)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"hyper-parallel {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _global_options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+) -> None:
+    pass
+
+
+def run() -> None:
+    """The console script."""
+    app(prog_name="hyper-parallel")
