@@ -1,0 +1,70 @@
+"""The pytest plugin of the test worlds: `--platform`, `--world-size`, the fixture `worlds`, cases of `run_on_ranks`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from tests.world.decorator import WORLD_SIZE
+from tests.world.frameworks import FRAMEWORKS
+from tests.world.world import Worlds
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("worlds of processes")
+    group.addoption(
+        "--platform",
+        choices=tuple(FRAMEWORKS),
+        default=os.environ.get("HYPER_PARALLEL_PLATFORM", "torch").lower(),
+        help="framework the tests run on (default: HYPER_PARALLEL_PLATFORM, else torch)",
+    )
+    group.addoption(
+        "--world-size", type=int, metavar="N", help="run only the cases of `run_on_ranks` that have N ranks"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "ranks(*sizes): the test runs on every rank of worlds of these sizes (use run_on_ranks)"
+    )
+    name = config.getoption("--platform")
+    if name not in FRAMEWORKS:  # It can come from the environment, which argparse does not check.
+        raise pytest.UsageError(f"HYPER_PARALLEL_PLATFORM={name}: must be one of {', '.join(FRAMEWORKS)}")
+    if not FRAMEWORKS[name].is_installed:
+        raise pytest.UsageError(f'--platform={name}: {name} is not installed; pip install "hyper-parallel[{name}]"')
+    os.environ["HYPER_PARALLEL_PLATFORM"] = name
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"platform under test: {config.getoption('--platform')}"
+
+
+@pytest.hookimpl(tryfirst=True)  # The world comes first in the names of cases: [world4-bfloat16].
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    mark = metafunc.definition.get_closest_marker("ranks")
+    if mark is not None:
+        metafunc.parametrize(WORLD_SIZE, mark.args, ids=[f"world{size}" for size in mark.args])
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    wanted = config.getoption("--world-size")
+    if wanted is None:
+        return
+    selected = [item for item in items if _world_size(item) == wanted]
+    config.hook.pytest_deselected(items=[item for item in items if _world_size(item) != wanted])
+    items[:] = selected
+
+
+def _world_size(item: pytest.Item) -> int | None:
+    call = getattr(item, "callspec", None)
+    return call.params.get(WORLD_SIZE) if call else None
+
+
+@pytest.fixture(scope="session")
+def worlds(pytestconfig: pytest.Config) -> Iterator[Worlds]:
+    """`worlds(4).run(function, *args)`: the results of a module-level function by rank, on 4 real processes."""
+    worlds = Worlds(pytestconfig.getoption("--platform"))
+    yield worlds
+    worlds.close()
