@@ -1,0 +1,1 @@
+"""Where data lies: meshes, layouts, distributed tensors and how they move."""

@@ -1,0 +1,139 @@
+"""Which random words belong to which elements: `Region` names a box of a global tensor, `words_of_region` gives the
+random words of its elements, in the box's row-major order and in pieces that fit a cache."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from hyper_parallel.core.dtensor.philox import PhiloxBlocks
+from hyper_parallel.core.dtensor.random_state import Draw
+
+# Note [From elements to words]
+# A block of Philox is two 64-bit numbers, so a draw is one endless row of 64-bit numbers: number m is number m % 2 of
+# block m // 2. A distribution that needs 64 bits gives number i to the element with global index i. One that needs 32
+# bits reads the same row as 32-bit numbers, the low half of each 64-bit number first, and gives 32-bit number i to
+# element i. Neighbours share blocks, so no bit of a contiguous run is thrown away.
+
+_MAX_ELEMENTS = 2**63
+
+
+class Region:
+    """A box of a global tensor: the elements `offsets[d] <= index[d] < offsets[d] + local_shape[d]`.
+
+    `Region(shape)` is the whole tensor.
+    """
+
+    __slots__ = ("global_shape", "local_shape", "offsets")
+
+    def __init__(
+        self,
+        global_shape: Sequence[int],
+        offsets: Sequence[int] | None = None,
+        local_shape: Sequence[int] | None = None,
+    ) -> None:
+        self.global_shape = tuple(map(operator.index, global_shape))
+        self.offsets = (0,) * len(self.global_shape) if offsets is None else tuple(map(operator.index, offsets))
+        if local_shape is None:
+            if offsets is not None:
+                raise ValueError(f"{self._described(local_shape)}: give local_shape together with offsets")
+            local_shape = self.global_shape
+        self.local_shape = tuple(map(operator.index, local_shape))
+        if not len(self.global_shape) == len(self.offsets) == len(self.local_shape):
+            raise ValueError(f"{self!r}: the three must have one entry per dim of the global tensor")
+        boxes = zip(self.global_shape, self.offsets, self.local_shape, strict=True)
+        for dim, (size, start, length) in enumerate(boxes):
+            if size < 0 or start < 0 or length < 0 or start + length > size:
+                raise ValueError(f"{self!r}: [{start}, {start + length}) is not inside [0, {size}) in dim {dim}")
+        if math.prod(self.global_shape) > _MAX_ELEMENTS:
+            raise ValueError(f"{self!r}: a random tensor has at most 2**63 elements")
+
+    @property
+    def num_elements(self) -> int:
+        """Elements in the region."""
+        return math.prod(self.local_shape)
+
+    def __repr__(self) -> str:
+        return self._described(self.local_shape)
+
+    def _described(self, local_shape: Any) -> str:
+        return f"Region(global_shape={self.global_shape}, offsets={self.offsets}, local_shape={local_shape})"
+
+    def spans(self, max_elements: int) -> Iterator[tuple[np.ndarray, int]]:
+        """The region in row-major order as pieces (starts, length): a run of `length` consecutive global indices from
+        each of `starts` (uint64, ascending), at most `max_elements` elements together. No piece is empty."""
+        if not self.num_elements:
+            return
+        num_outer_dims, run_length = self._runs()
+        outer_shape = self.local_shape[:num_outer_dims]
+        num_runs = math.prod(outer_shape)
+        strides = _row_major_strides(self.global_shape)
+        first = sum(start * stride for start, stride in zip(self.offsets, strides, strict=True))
+        runs_per_piece = max(1, max_elements // run_length)
+        for run in range(0, num_runs, runs_per_piece):
+            run_numbers = np.arange(run, min(run + runs_per_piece, num_runs))
+            starts = np.full(len(run_numbers), first, dtype=np.uint64)
+            if num_outer_dims:
+                for indices, stride in zip(np.unravel_index(run_numbers, outer_shape), strides, strict=False):
+                    starts += indices.astype(np.uint64) * np.uint64(stride)
+            for begin in range(0, run_length, max_elements):
+                yield starts + np.uint64(begin), min(max_elements, run_length - begin)
+
+    def _runs(self) -> tuple[int, int]:
+        """How many leading dims enumerate the runs of consecutive elements, and how long a run is."""
+        dim, length = len(self.global_shape), 1
+        while dim > 0:
+            dim -= 1
+            length *= self.local_shape[dim]
+            if self.local_shape[dim] != self.global_shape[dim]:
+                break
+        return dim, length
+
+
+def words_of_region(draw: Draw, region: Region, bits: int, max_elements: int) -> Iterator[np.ndarray]:
+    """One random word of `bits` bits (32 or 64, unsigned) per element of `region`, in row-major order, as
+    one-dimensional pieces of at most `max_elements`. A piece is writable, and valid until the next is asked for."""
+    words_per_block = 128 // bits
+    word_type = f"<u{bits // 8}"
+    # A run of n words touches n / words_per_block blocks and up to two more that it shares with its neighbours, so for
+    # very short runs a piece is limited by its blocks.
+    capacity = max_elements // words_per_block + 2
+    generator: PhiloxBlocks | None = None
+    for starts, length in region.spans(max_elements):
+        blocks_per_run = (length + words_per_block - 2) // words_per_block + 1
+        runs_per_call = max(1, capacity // blocks_per_run)
+        generator = generator or PhiloxBlocks(draw.seed, draw.number, min(capacity, blocks_per_run * len(starts)))
+        for run in range(0, len(starts), runs_per_call):
+            yield _words_of_runs(generator, starts[run : run + runs_per_call], length, words_per_block, word_type)
+
+
+def _words_of_runs(
+    generator: PhiloxBlocks, starts: np.ndarray, length: int, words_per_block: int, word_type: str
+) -> np.ndarray:
+    phases = starts % np.uint64(words_per_block)
+    first_phase = int(phases[0])
+    same_phase = bool((phases == phases[0]).all())
+    words_per_run = length + (first_phase if same_phase else words_per_block - 1)
+    blocks_per_run = -(-words_per_run // words_per_block)
+    first_blocks = starts // np.uint64(words_per_block)
+    blocks = (first_blocks[:, None] + np.arange(blocks_per_run, dtype=np.uint64)).reshape(-1)
+    numbers = generator.numbers(blocks)
+    words = numbers.astype("<u8", copy=False).view(word_type).reshape(len(starts), -1)
+    if same_phase:
+        return words[:, first_phase : first_phase + length].reshape(-1)
+    aligned = np.empty((len(starts), length), dtype=word_type)
+    for phase in range(words_per_block):
+        runs = np.flatnonzero(phases == phase)
+        aligned[runs] = words[runs, phase : phase + length]
+    return aligned.reshape(-1)
+
+
+def _row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides = [1] * len(shape)
+    for dim in range(len(shape) - 2, -1, -1):
+        strides[dim] = strides[dim + 1] * shape[dim + 1]
+    return tuple(strides)
