@@ -1,0 +1,146 @@
+"""Seeing communication: every collective inside a ``with CommRecorder()`` block, with who asked for it and why."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import Any
+
+from hyper_parallel.platform import get_platform
+
+
+@dataclass(frozen=True)
+class CommRecord:
+    """One collective as this rank saw it."""
+
+    op: str
+    ranks: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    num_bytes: int  # of this rank's input
+    sent_bytes: int  # what this rank puts on the wire, for a ring or pairwise algorithm
+    async_op: bool
+    asked_by: str  # "explicit", "implicit for <op>", "backward of ..."
+
+
+class _Asking(threading.local):
+    def __init__(self) -> None:
+        self.reasons: list[str] = []
+
+
+_asking = _Asking()
+_num_recording = 0
+
+
+def is_recording() -> bool:
+    """Whether any recorder is active in this process."""
+    return _num_recording > 0
+
+
+@contextmanager
+def asked_by(reason: str) -> Iterator[None]:
+    """Collectives inside are recorded as asked for by ``reason``; the outermost reason of a thread counts."""
+    _asking.reasons.append(reason)
+    try:
+        yield
+    finally:
+        _asking.reasons.pop()
+
+
+def because(reason: str, function: Callable[..., Any], *args: Any) -> Any:
+    """``function(*args)``, its communication put down to ``reason`` when somebody records."""
+    if not _num_recording:
+        return function(*args)
+    with asked_by(reason):
+        return function(*args)
+
+
+class CommRecorder:
+    """Records every collective of this process.
+
+    >>> with CommRecorder() as recorder:
+    ...     pass
+    >>> recorder.records, recorder.total_bytes
+    ([], 0)
+    """
+
+    def __init__(self) -> None:
+        self.records: list[CommRecord] = []
+        self._stop: Callable[[], None] | None = None
+
+    def __enter__(self) -> CommRecorder:
+        global _num_recording
+        if self._stop is not None:
+            raise RuntimeError("this CommRecorder is recording already; use another one for a nested block")
+        self._stop = get_platform().observe_collectives(self._record)
+        _num_recording += 1
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        global _num_recording
+        assert self._stop is not None
+        self._stop()
+        self._stop = None
+        _num_recording -= 1
+
+    def _record(self, op: str, ranks: list[int], shape: Any, dtype: str, num_bytes: int, async_op: bool) -> None:
+        reason = _asking.reasons[0] if _asking.reasons else "explicit"
+        sent = sent_bytes(op, num_bytes, len(ranks))
+        self.records.append(CommRecord(op, tuple(ranks), tuple(shape), dtype, num_bytes, sent, async_op, reason))
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes that this rank put on the wire."""
+        return sum(record.sent_bytes for record in self.records)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How often each collective was called."""
+        return dict(Counter(record.op for record in self.records))
+
+    def as_data(self) -> list[dict[str, Any]]:
+        """The records as plain dicts."""
+        return [asdict(record) for record in self.records]
+
+    def table(self) -> str:
+        """The records as a text table."""
+        rows = [("op", "ranks", "shape", "dtype", "bytes sent", "asked by")]
+        rows += [
+            (
+                r.op,
+                ",".join(map(str, r.ranks)),
+                "x".join(map(str, r.shape)) or "-",
+                r.dtype,
+                str(r.sent_bytes),
+                r.asked_by,
+            )
+            for r in self.records
+        ]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return "\n".join([*lines, f"{len(self.records)} collectives, {self.total_bytes} bytes sent by this rank"])
+
+    def __str__(self) -> str:
+        return self.table()
+
+
+def sent_bytes(op: str, num_bytes: int, group_size: int) -> int:
+    """What a rank sends when its input has ``num_bytes``; messages to peers send all of theirs.
+
+    >>> sent_bytes("all_reduce", 400, 4), sent_bytes("all_gather_into_tensor", 100, 4)
+    (600, 300)
+    """
+    others = group_size - 1
+    if op == "all_gather_into_tensor":
+        return num_bytes * others
+    if op == "all_reduce":
+        return 2 * num_bytes * others // group_size
+    if op == "reduce_scatter_tensor":
+        return num_bytes * others // group_size
+    return 0 if op == "irecv" else num_bytes

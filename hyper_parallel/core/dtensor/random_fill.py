@@ -1,0 +1,54 @@
+"""Random blocks of distributed tensors: each rank makes its own part of the one random tensor; see ``docs/random.md``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hyper_parallel.core.dtensor import random_state, random_values
+from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.dtensor.random_state import Draw
+from hyper_parallel.core.dtensor.random_stream import Region
+from hyper_parallel.platform import get_platform
+
+_MAKERS = {
+    "uniform": random_values.uniform,
+    "normal": random_values.normal,
+    "trunc_normal": random_values.trunc_normal,
+    "bernoulli": random_values.bernoulli,
+    "randint": random_values.randint,
+}
+
+
+def random_block(
+    kind: str, parameters: dict[str, Any], draw: Draw, layout: Layout, shape: tuple[int, ...], dtype: Any, device: Any
+) -> Any:
+    """This rank's block of the random tensor that ``draw`` names, as a plain tensor.
+
+    Where a reduction is pending the first rank of the axis holds the values, and the others what leaves them unchanged.
+    """
+    platform = get_platform()
+    coordinate = layout.mesh.get_coordinate()
+    if coordinate is None:
+        return platform.new_tensor((0,) * len(shape), dtype, device)
+    local_shape, offset = layout.local_region(shape)
+    region = Region(shape, offset, local_shape)
+    if kind != "bernoulli":
+        parameters = {**parameters, "dtype": platform.dtype_name(dtype)}
+    block = platform.from_numpy(_MAKERS[kind](draw, region, **parameters), dtype, device)
+    for place, op in zip(coordinate, layout.partials, strict=True):
+        if op is not None and place != 0:
+            block = platform.neutral_like(block, op)
+    return block
+
+
+def fill_random_(tensor: Any, kind: str, **parameters: Any) -> Any:
+    """Overwrite a DTensor with random values, in place; the tensor."""
+    platform = get_platform()
+    draw = random_state.next_draw()
+    shape = tuple(tensor.shape)
+    block = random_block(kind, parameters, draw, tensor.layout, shape, tensor.dtype, tensor.device)
+    platform.fill_block(tensor, block)
+    return tensor
+
+
