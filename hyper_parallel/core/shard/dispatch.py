@@ -1,0 +1,125 @@
+"""The dispatcher: every operator that meets a DTensor comes through :func:`dispatch`.
+
+Note [The hot path]
+One look-up: the function, the layouts and global shapes of its tensors, and the other arguments that matter, to what
+must be done. Layouts are interned, so they are compared by identity; nothing is copied and no layout arithmetic is
+done. The first call of a kind finds, in this order: a handler of our own; a rule, of whose legal cuts the cheapest is
+taken; the function's own body, where it is written in Python; and for everything else the way that is always right, by
+gathering.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from hyper_parallel.core.dtensor.distributed_tensor import DTensor
+from hyper_parallel.core.dtensor.skip_dispatch import is_skipped, skipping
+from hyper_parallel.core.shard import rules
+from hyper_parallel.core.shard.gather_fallback import run_gathered
+from hyper_parallel.core.shard.plan_call import PlannedCall, plan_call
+from hyper_parallel.core.shard.random_ops import RANDOM_BODIES, RANDOM_OPS
+from hyper_parallel.core.shard.rule_table import find_rule, ignores_scalars
+from hyper_parallel.core.shard.special_ops import SPECIAL_OPS
+from hyper_parallel.platform import get_platform
+
+_platform = get_platform()
+_MAX_CALLS = 65536
+
+Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+_handlers: dict[Callable[..., Any], Handler | None] = {}
+_numbers_left_out: set[Callable[..., Any]] = set()
+_calls: dict[tuple[Any, ...], PlannedCall | None] = {}
+_lock = threading.Lock()
+
+
+def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What ``func`` gives when some of its arguments are DTensors."""
+    if skipping.exceptions and is_skipped(func):
+        return _platform.call_on_blocks(func, args, kwargs)
+    try:
+        handler = _handlers[func]
+    except KeyError:
+        handler = _handlers[func] = _find_handler(func)
+    if handler is not None:
+        return handler(func, args, kwargs)
+    key: list[Any] = [func]
+    numbers = func not in _numbers_left_out
+    for value in args:
+        if type(value) is DTensor:
+            key.append(value._layout)
+            key.append(value._global_shape)
+        else:
+            _add_to_key(key, value, numbers)
+    for name, value in kwargs.items():
+        key.append(name)
+        _add_to_key(key, value, numbers)
+    try:
+        planned = _calls[tuple(key)]
+    except KeyError:
+        planned = plan_call(func, args, kwargs)
+        with _lock:
+            if len(_calls) >= _MAX_CALLS:
+                _calls.clear()
+            _calls[tuple(key)] = planned
+    except TypeError:  # an argument that cannot be hashed
+        planned = plan_call(func, args, kwargs)
+    if planned is None:
+        return _without_rule(func, args, kwargs)
+    return planned(func, args, kwargs)
+
+
+def _add_to_key(key: list[Any], value: Any, numbers: bool) -> None:
+    kind = type(value)
+    if isinstance(value, DTensor):
+        key.append(value._layout)
+        key.append(value._global_shape)
+    elif kind is list or kind is tuple:
+        key.append(kind)
+        key.append(len(value))
+        for item in value:
+            _add_to_key(key, item, numbers)
+    elif kind is slice:
+        key.extend((slice, value.start, value.stop, value.step))
+    elif kind is float or (not numbers and kind is int):
+        key.append(kind)
+    elif _platform.is_tensor(value):
+        key.append((kind, value.ndim))
+    else:
+        key.append(kind)
+        key.append(value)
+
+
+def _find_handler(func: Callable[..., Any]) -> Handler | None:
+    name = _platform.get_op_name(func)
+    if _platform.is_framework_service(func):
+        return _run_service
+    body = _platform.body_of(func)
+    if name in RANDOM_OPS and (body is None or name in RANDOM_BODIES):
+        random_op = RANDOM_OPS[name]
+        return lambda func, args, kwargs: random_op(*args, **kwargs)
+    if name in SPECIAL_OPS:
+        return SPECIAL_OPS[name]
+    if find_rule(name) is not None:
+        if ignores_scalars(name):
+            _numbers_left_out.add(func)
+        return None
+    return _without_rule
+
+
+def _run_service(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Bookkeeping of the framework that is the same for a block as for a plain tensor."""
+    return _platform.without_interception(func, *args, **kwargs)
+
+
+def _without_rule(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    body = _platform.body_of(func)
+    if body is not None:
+        return body(*args, **kwargs)
+    return run_gathered(func, args, kwargs)
+
+
+rules.load()
+_platform.set_dispatcher(dispatch)

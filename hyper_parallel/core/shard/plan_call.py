@@ -1,0 +1,172 @@
+"""One kind of call, planned once: what to do with each argument, which function to run, how to label the results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hyper_parallel.core.dtensor.comm_recorder import because
+from hyper_parallel.core.dtensor.distributed_tensor import DTensor
+from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.dtensor.shard_sizes import finish_checks
+from hyper_parallel.core.shard.rule_table import find_rule
+from hyper_parallel.core.shard.signature import LocalCall, OpCall, Signature, TensorSpec
+from hyper_parallel.core.shard.strategy import Choice, choose
+from hyper_parallel.core.shard.strict_mode import check_implicit
+from hyper_parallel.core.shard.vary import enter
+from hyper_parallel.platform import get_platform
+
+_platform = get_platform()
+
+Path = tuple[Any, ...]  # where a tensor is among the arguments: position or keyword, then positions in lists
+
+
+def plan_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlannedCall | None:
+    """The plan for calls like this one; None when no rule covers it."""
+    name = _platform.get_op_name(func)
+    rule = find_rule(name)
+    if rule is None or kwargs.get("out") is not None:
+        return None
+    paths: list[Path] = []
+    found: list[DTensor] = []
+    _collect(name, (*args, *kwargs.values()), [*range(len(args)), *kwargs], paths, found)
+    mesh = found[0].device_mesh
+    for tensor in found:
+        if tensor.device_mesh is not mesh and tensor.device_mesh != mesh:
+            raise ValueError(
+                f"{name}: the tensors lie on different meshes, {mesh} and {tensor.device_mesh}; redistribute one of
+                them"
+            )
+    call = _describe(func, name, args, kwargs, found)
+    signature = rule(call)
+    if signature is None:
+        return None
+    in_place = name.endswith("_") and not name.endswith("__")
+    choice = choose(call, signature, 0 if in_place else None)
+    if choice is None:
+        layouts = ", ".join(str(spec.layout) for spec in call.tensors)
+        raise RuntimeError(
+            f"{name} cannot write into a tensor under {call.tensors[0].layout}: the result would lie otherwise "
+            f"(inputs: {layouts}). "
+            + (
+                "A pending reduction only passes through linear operators: call reduce_partial() first, "
+                if call.tensors[0].layout.has_partial
+                else "Redistribute it first, "
+            )
+            + f"or use {name.rstrip('_')}, which makes a new tensor"
+        )
+    return PlannedCall(name, paths, call, signature, choice)
+
+
+def _collect(name: str, values: Any, keys: Any, paths: list[Path], found: list[DTensor], prefix: Path = ()) -> None:
+    for key, value in zip(keys, values, strict=True):
+        if isinstance(value, DTensor):
+            paths.append((*prefix, key))
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            _collect(name, value, range(len(value)), paths, found, (*prefix, key))
+        elif _platform.is_tensor(value) and value.ndim > 0:
+            raise TypeError(
+                f"{name}: a plain tensor of shape {tuple(value.shape)} meets a distributed one; turn it into one with "
+                "distribute_tensor (every rank holds the whole) or DTensor.from_local (every rank holds its block)"
+            )
+
+
+def _describe(
+    func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any], found: list[DTensor]
+) -> OpCall:
+    specs = {id(tensor): TensorSpec(tensor._layout, tuple(tensor._global_shape), tensor.dtype) for tensor in found}
+
+    def spec(value: Any) -> Any:
+        return specs[id(value)] if isinstance(value, DTensor) else value
+
+    try:
+        outputs = _platform.output_shapes(func, args, kwargs)
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        inputs = ", ".join(f"{tuple(t._global_shape)} under {t._layout}" for t in found)
+        raise type(error)(f"{name} on distributed tensors of global shape {inputs}: {error}") from error
+    return OpCall(
+        name,
+        _platform.tree_map(spec, args),
+        _platform.tree_map(spec, kwargs),
+        tuple(specs[id(tensor)] for tensor in found),
+        tuple(tuple(shape) for shape in outputs),
+    )
+
+
+class PlannedCall:
+    """What to do for calls with the same function, layouts, shapes and other arguments."""
+
+    __slots__ = (
+        "changes",
+        "choice",
+        "is_direct",
+        "local",
+        "moves",
+        "name",
+        "output_layouts",
+        "output_shapes",
+        "paths",
+        "shapes",
+        "wrap",
+    )
+
+    def __init__(self, name: str, paths: list[Path], call: OpCall, signature: Signature, choice: Choice) -> None:
+        self.name = name
+        self.paths = paths
+        self.choice = choice
+        self.local = signature.local
+        self.shapes = tuple(spec.shape for spec in call.tensors)
+        # (path, wanted layout, axes to vary along, whether it must move) of the arguments that do not go in as they are
+        self.changes = [
+            (path, target, axes, spec.layout is not target)
+            for path, spec, target, axes in zip(paths, call.tensors, choice.inputs, choice.varies, strict=True)
+            if spec.layout is not target or axes
+        ]
+        self.moves = any(change[3] for change in self.changes)
+        self.output_layouts = choice.outputs
+        self.output_shapes = tuple(_platform.list_to_size(shape) for shape in call.outputs)
+        self.is_direct = not self.changes and self.local is None
+        self.wrap = _platform.result_wrapper(DTensor, self.output_layouts, self.output_shapes)
+
+    def __call__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.is_direct:
+            return self.wrap(func, args, kwargs)
+        if self.changes:
+            if self.moves:
+                finish_checks()
+                check_implicit(self.name, self.choice)
+                args, kwargs = because(f"implicit for {self.name}", self._change, args, kwargs)
+            else:
+                args, kwargs = self._change(args, kwargs)
+        if self.local is None:
+            return self.wrap(func, args, kwargs)
+        plain_args, plain_kwargs = _platform.blocks_of(args, kwargs)
+        call = LocalCall(
+            func,
+            plain_args,
+            plain_kwargs,
+            self.choice.inputs[0].mesh,
+            self.choice.axes,
+            self.choice.inputs,
+            self.output_layouts,
+            self.shapes,
+            self.output_shapes,
+        )
+        local = self.local
+        return self.wrap(lambda *a, **k: because(f"inside {self.name}", local, call), (), {})
+
+    def _change(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        new_args, new_kwargs = list(args), dict(kwargs)
+        entered: dict[tuple[int, Layout, tuple[int, ...]], Any] = {}
+        for path, target, axes, _ in self.changes:
+            holder: Any = new_args if isinstance(path[0], int) else new_kwargs
+            for key in path[:-1]:
+                holder[key] = list(holder[key]) if not isinstance(holder[key], list) else holder[key][:]
+                holder = holder[key]
+            tensor = holder[path[-1]]
+            once = (id(tensor), target, axes)
+            if once not in entered:
+                entered[once] = enter(tensor, target, axes)
+            holder[path[-1]] = entered[once]
+        return tuple(new_args), new_kwargs

@@ -1,0 +1,6 @@
+"""The rules, one file per family of operators."""
+
+
+def load() -> None:
+    """Register every rule of the library."""
+    from hyper_parallel.core.shard.rules import elementwise, matmul  # noqa: F401

@@ -1,0 +1,99 @@
+"""Operators on corresponding elements, with broadcasting: dims of equal size go together, stretched dims stay whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hyper_parallel.core.shard.rule_table import rule
+from hyper_parallel.core.shard.signature import OpCall, Signature, TensorSpec, broadcast_labels, letters
+
+# Linear in all their tensor operands together: a pending sum passes when every operand is one.
+_JOINTLY_LINEAR = ("add", "sub", "rsub", "lerp")
+# Linear in each operand while the others are fixed.
+_EACH_LINEAR = ("mul",)
+# Linear in the first operand while the others are fixed.
+_FIRST_LINEAR = ("div", "rdiv", "true_divide")
+_LINEAR = ("neg", "positive", "alias", "clone", "detach", "contiguous", "real", "imag", "conj", "conj_physical")
+
+_NON_LINEAR = (
+    *("abs", "acos", "acosh", "addcdiv", "addcmul", "angle", "asin", "asinh", "atan", "atan2", "atanh"),
+    *("bitwise_and", "bitwise_left_shift", "bitwise_not", "bitwise_or", "bitwise_right_shift", "bitwise_xor"),
+    *("ceil", "celu", "clamp", "clamp_max", "clamp_min", "copysign", "cos", "cosh", "deg2rad", "digamma", "elu", "eq"),
+    *("erf", "erfc", "erfinv", "exp", "exp2", "expm1", "float_power", "floor", "floor_divide", "fmax", "fmin", "fmod"),
+    *(
+        "frac",
+        "gcd",
+        "ge",
+        "gelu",
+        "gt",
+        "hardshrink",
+        "hardsigmoid",
+        "hardswish",
+        "hardtanh",
+        "heaviside",
+        "hypot",
+        "i0",
+    ),
+    *("isclose", "isfinite", "isin", "isinf", "isnan", "isneginf", "isposinf", "isreal", "lcm", "ldexp", "le"),
+    *("leaky_relu", "lgamma", "log", "log10", "log1p", "log2", "log_sigmoid", "logaddexp", "logaddexp2", "logical_and"),
+    *("logical_not", "logical_or", "logical_xor", "logit", "lt", "masked_fill", "maximum", "minimum", "mish", "ne"),
+    *("nan_to_num", "nextafter", "polygamma", "pow", "rad2deg", "reciprocal", "relu", "relu6", "remainder", "round"),
+    *("rpow", "rsqrt", "selu", "sgn", "sigmoid", "sign", "signbit", "silu", "sin", "sinc", "sinh", "softplus"),
+    *("softshrink", "sqrt", "square", "tan", "tanh", "threshold", "trunc", "where", "xlogy", "special_xlog1py"),
+    *("special_entr", "special_i0e", "special_i1", "special_i1e", "special_ndtr", "special_ndtri", "special_zeta"),
+    *("special_log_ndtr", "special_erfcx", "special_bessel_j0", "special_bessel_j1", "rfloor_divide", "rremainder"),
+)
+
+
+def _labels(call: OpCall) -> tuple[Any, Any]:
+    output = call.outputs[0]
+    return broadcast_labels([spec.shape for spec in call.tensors], output), letters(len(output))
+
+
+@rule(*_NON_LINEAR, ignores_scalars=True)
+def non_linear(call: OpCall) -> Signature:
+    inputs, output = _labels(call)
+    return Signature(inputs, (output,) * len(call.outputs))
+
+
+@rule(*_LINEAR, ignores_scalars=True)
+def linear(call: OpCall) -> Signature:
+    inputs, output = _labels(call)
+    return Signature(inputs, (output,), linear=(frozenset({0}),))
+
+
+@rule(*_JOINTLY_LINEAR, ignores_scalars=True)
+def jointly_linear(call: OpCall) -> Signature:
+    inputs, output = _labels(call)
+    operands = [value for value in call.args[:2] if not isinstance(value, TensorSpec)]
+    only_tensors = len(call.tensors) == 2 and not operands and call.name.rstrip("_") != "lerp"
+    return Signature(inputs, (output,), linear=(frozenset({0, 1}),) if only_tensors else ())
+
+
+@rule(*_EACH_LINEAR, ignores_scalars=True)
+def each_linear(call: OpCall) -> Signature:
+    inputs, output = _labels(call)
+    same_tensor = len(call.tensors) == 2 and call.tensors[0] is call.tensors[1]
+    alone = tuple(frozenset({index}) for index in range(len(call.tensors)))
+    return Signature(inputs, (output,), linear=() if same_tensor else alone)
+
+
+@rule(*_FIRST_LINEAR, ignores_scalars=True)
+def first_linear(call: OpCall) -> Signature:
+    inputs, output = _labels(call)
+    divides = (
+        call.name in ("div", "div_") and isinstance(call.args[0], TensorSpec) and not call.kwargs.get("rounding_mode")
+    )
+    return Signature(inputs, (output,), linear=(frozenset({0}),) if divides else ())
+
+
+@rule("copy_", ignores_scalars=True)
+def copy_(call: OpCall) -> Signature:
+    inputs, output = _labels(call)
+    return Signature(inputs, (output,), linear=(frozenset({0, 1}),))
+
+
+@rule("zero_", "fill_", ignores_scalars=True)
+def overwrite(call: OpCall) -> Signature:
+    inputs, output = _labels(call)
+    return Signature(inputs, (output,), linear=(frozenset({0}),) if call.name == "zero_" else ())

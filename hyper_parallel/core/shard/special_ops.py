@@ -1,0 +1,42 @@
+"""Operators that answer about the whole tensor, or write into one, in their own way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hyper_parallel.core.dtensor.distributed_tensor import DTensor
+from hyper_parallel.platform import get_platform
+
+_platform = get_platform()
+
+Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+
+def _on_whole_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """For questions with a plain answer (``item``, ``tolist``, ``equal``): every rank asks the whole values."""
+
+    def whole(value: Any) -> Any:
+        return value.full_tensor() if isinstance(value, DTensor) else value
+
+    return func(*_platform.tree_map(whole, args), **_platform.tree_map(whole, kwargs))
+
+
+SPECIAL_OPS: dict[str, Handler] = dict.fromkeys(
+    (
+        *(
+            "item",
+            "tolist",
+            "equal",
+            "allclose",
+            "numpy",
+            "is_nonzero",
+            "__bool__",
+            "__float__",
+            "__int__",
+            "__index__",
+        ),
+        *("__complex__", "__contains__", "__array__", "is_same_size"),
+    ),
+    _on_whole_values,
+)

@@ -1,0 +1,141 @@
+"""Choosing how to run an operator: of all cuts its signature allows, the one that is cheapest to reach from here.
+
+The cost is that of the redistributions needed now; ties go to the least memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hyper_parallel.core.dtensor.layout import Layout, Shape
+from hyper_parallel.core.dtensor.redistribution_plan import plan_redistribution
+from hyper_parallel.core.shard.signature import Labels, LetterAxes, OpCall, Signature
+
+_SUMS = frozenset({"sum", "avg"})
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Layouts for the inputs and outputs, how letters are cut, and which axes the whole inputs vary along."""
+
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+    axes: LetterAxes
+    varies: tuple[tuple[int, ...], ...]  # per input: axes on which it is whole while the operator varies
+    cost: float
+
+
+def choose(call: OpCall, signature: Signature, kept: int | None = None) -> Choice | None:
+    """The cheapest legal choice; None when there is none. ``kept`` is an input that the operator writes into."""
+    best: tuple[tuple[float, int], Choice] | None = None
+    for axes in _assignments(call, signature):
+        choice = _complete(call, signature, axes, kept)
+        if choice is None:
+            continue
+        rank = (choice.cost, _memory(call, choice))
+        if best is None or rank < best[0]:
+            best = (rank, choice)
+    return None if best is None else best[1]
+
+
+def _assignments(call: OpCall, signature: Signature) -> Iterator[dict[str, tuple[int, ...]]]:
+    """All ways to cut letters by the axes that cut them now, no axis twice."""
+    candidates: dict[str, list[tuple[int, ...]]] = {}
+    blocked = _blocked_letters(signature)
+    mesh_shape = call.tensors[0].layout.mesh.shape
+    for labels, spec in zip(signature.inputs, call.tensors, strict=True):
+        for letter, axes, size in zip(labels, spec.layout.cuts, spec.shape, strict=True):
+            if letter is None or letter in blocked:
+                continue
+            options = candidates.setdefault(letter, [()])
+            for length in range(1, len(axes) + 1):
+                option = axes[:length]
+                uneven = size % math.prod(mesh_shape[axis] for axis in option)
+                if option not in options and not (letter in signature.even and uneven):
+                    options.append(option)
+    names = list(candidates)
+    for picked in itertools.product(*candidates.values()):
+        used = [axis for axes in picked for axis in axes]
+        if len(set(used)) == len(used):
+            yield dict(zip(names, picked, strict=True))
+
+
+def _blocked_letters(signature: Signature) -> set[str]:
+    """Letters that some output lacks and nothing reduces."""
+    everywhere = {letter for labels in signature.inputs for letter in labels if letter is not None}
+    for labels in signature.outputs:
+        everywhere -= everywhere - set(labels) - set(signature.reduces) - signature.handled
+    return {letter for labels in signature.inputs for letter in labels if letter is not None} - everywhere
+
+
+def _complete(call: OpCall, signature: Signature, axes: LetterAxes, kept: int | None) -> Choice | None:
+    mesh = call.tensors[0].layout.mesh
+    cut_by = [axis for cut in axes.values() for axis in cut]
+    pending = _pending_inputs(call, signature, set(cut_by))
+    inputs = tuple(
+        Layout.of(mesh, _cuts(labels, axes), pending[index]) for index, labels in enumerate(signature.inputs)
+    )
+    outputs = tuple(
+        Layout.of(mesh, _cuts(labels, axes), _pending_output(signature, labels, axes, pending))
+        for labels in signature.outputs
+    )
+    if kept is not None and (inputs[kept] is not call.tensors[kept].layout or outputs[0] is not inputs[kept]):
+        return None
+    cost = 0.0
+    for spec, target in zip(call.tensors, inputs, strict=True):
+        if spec.layout is not target:
+            cost += plan_redistribution(spec.layout, target, spec.shape).cost
+    varying = {axis for layout in inputs for axis in _not_whole(layout)}
+    varies = tuple(tuple(sorted(varying - _not_whole(layout))) for layout in inputs)
+    return Choice(inputs, outputs, axes, varies, cost)
+
+
+def _cuts(labels: Labels, axes: LetterAxes) -> tuple[tuple[int, ...], ...]:
+    return tuple(() if letter is None else axes.get(letter, ()) for letter in labels)
+
+
+def _pending_inputs(call: OpCall, signature: Signature, cut_by: set[int]) -> list[list[str | None]]:
+    """Which inputs may stay pending sums on which axes."""
+    num_axes = call.tensors[0].layout.mesh.ndim
+    pending: list[list[str | None]] = [[None] * num_axes for _ in call.tensors]
+    for axis in range(num_axes):
+        have = {index: spec.layout.partials[axis] for index, spec in enumerate(call.tensors)}
+        have = {index: op for index, op in have.items() if op is not None}
+        if axis in cut_by or not have or len(set(have.values())) > 1 or not set(have.values()) <= _SUMS:
+            continue
+        if frozenset(have) in signature.linear:
+            for index, op in have.items():
+                pending[index][axis] = op
+    return pending
+
+
+def _pending_output(
+    signature: Signature, labels: Labels, axes: LetterAxes, pending: list[list[str | None]]
+) -> list[str | None]:
+    result: list[str | None] = [None] * len(pending[0]) if pending else []
+    for per_input in pending:
+        for axis, op in enumerate(per_input):
+            result[axis] = op or result[axis]
+    for letter, cut in axes.items():
+        if letter not in labels and letter not in signature.handled:
+            for axis in cut:
+                result[axis] = signature.reduces[letter]
+    return result
+
+
+def _not_whole(layout: Layout) -> set[int]:
+    cut = {axis for axes in layout.cuts for axis in axes}
+    return cut | {axis for axis, op in enumerate(layout.partials) if op is not None}
+
+
+def _memory(call: OpCall, choice: Choice) -> int:
+    """Elements that the largest rank holds."""
+
+    def numel(layout: Layout, shape: Shape) -> int:
+        return math.prod(layout.local_shape(shape, (0,) * layout.mesh.ndim))
+
+    held = sum(numel(layout, spec.shape) for layout, spec in zip(choice.inputs, call.tensors, strict=True))
+    return held + sum(numel(layout, shape) for layout, shape in zip(choice.outputs, call.outputs, strict=True))

@@ -1,0 +1,76 @@
+"""Strict mode: gathering for want of a rule, and optionally every implicit redistribution, becomes an error."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+_PACKAGE = __name__.split(".")[0]
+
+
+class _Strict(threading.local):
+    def __init__(self) -> None:
+        self.levels: list[tuple[bool, bool]] = []  # (no gathering, no implicit redistribution)
+
+
+_strict = _Strict()
+_warned: set[str] = set()
+
+
+@contextmanager
+def strict(*, implicit_redistribution: bool = False) -> Iterator[None]:
+    """Inside, an operator without a rule is an error; with ``implicit_redistribution`` so is one that moves its inputs.
+
+    ``HYPER_PARALLEL_STRICT=1`` does the first for the whole process.
+    """
+    _strict.levels.append((True, implicit_redistribution))
+    try:
+        yield
+    finally:
+        _strict.levels.pop()
+
+
+def check_gathering(name: str, layouts: list[Any], reason: str) -> None:
+    """Warn once per operator that it runs by gathering, or raise in strict mode."""
+    where = _call_site()
+    inputs = ", ".join(map(str, layouts))
+    if _strict.levels or os.environ.get("HYPER_PARALLEL_STRICT", "0") not in ("", "0"):
+        raise RuntimeError(
+            f"{name} at {where} has no sharding rule for {inputs} ({reason}), and strict mode forbids to gather; "
+            f"redistribute its inputs to Replicate(), or register a rule for {name!r}"
+        )
+    if name not in _warned:
+        _warned.add(name)
+        warnings.warn(
+            f"{name} at {where} runs by gathering its inputs ({inputs}): {reason}. The result is right, but every rank "
+            f"computes all of it; register a rule for {name!r} to keep it cut",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def check_implicit(name: str, choice: Any) -> None:
+    """Raise where strict mode forbids implicit redistributions."""
+    if _strict.levels and _strict.levels[-1][1]:
+        wanted = ", ".join(map(str, choice.inputs))
+        raise RuntimeError(
+            f"{name} at {_call_site()} would redistribute its inputs to {wanted}, and strict mode forbids it; "
+            "redistribute them explicitly"
+        )
+
+
+def _call_site() -> str:
+    """File and line of the first frame outside this library and the framework."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.split(".")[0] not in (_PACKAGE, "torch", "mindspore", "contextlib"):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "an unknown place"

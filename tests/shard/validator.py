@@ -1,0 +1,223 @@
+"""The brute-force validator: an operator under every layout of its inputs against one device, values and gradients.
+
+A :class:`Sample` is one call on small tensors. :func:`validate` runs on every rank of a world: it takes the call's
+tensors through all layouts of the mesh (or a random choice where there are too many), and compares the gathered result
+and the gathered gradients of all inputs with the plain call. It returns what went wrong, as text, for the first rank to
+show.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+import hyper_parallel as hp
+from hyper_parallel.core.dtensor.layout import Layout
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One call: ``func(*args, **kwargs)``. Tensors may be nested in lists; floating ones get gradients."""
+
+    func: Callable[..., Any] | str  # a function, or a dotted name under torch such as "nn.functional.gelu"
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    gradients: bool = True
+    label: str = ""
+
+    def function(self) -> Callable[..., Any]:
+        if not isinstance(self.func, str):
+            return self.func
+        found: Any = torch
+        for part in self.func.split("."):
+            found = getattr(found, part)
+        return found
+
+    def __str__(self) -> str:
+        name = self.func if isinstance(self.func, str) else getattr(self.func, "__name__", repr(self.func))
+        shapes = [tuple(value.shape) for value in _tensors((self.args, self.kwargs))]
+        return self.label or f"{name}{shapes}"
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = list(tree.values())
+    if isinstance(tree, (list, tuple)):
+        return [tensor for item in tree for tensor in _tensors(item)]
+    return []
+
+
+def _replace(tree: Any, new: list[Any]) -> Any:
+    if isinstance(tree, torch.Tensor):
+        return new.pop(0)
+    if isinstance(tree, dict):
+        return {key: _replace(value, new) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)) and not isinstance(tree, torch.Size):
+        items = [_replace(item, new) for item in tree]
+        return type(tree)(items) if type(tree) in (list, tuple) else tree
+    return tree
+
+
+def layouts_of(mesh: Any, tensor: torch.Tensor, partial: bool) -> list[Layout]:
+    """Every layout of a tensor on a mesh, ordered cuts and pending sums included."""
+    dims = [hp.Shard(dim) for dim in range(tensor.ndim)]
+    options = [hp.Replicate(), *dims, *([hp.Partial()] if partial else [])]
+    found = []
+    for placements in itertools.product(options, repeat=mesh.ndim):
+        layout = Layout.from_placements(mesh, placements, tensor.ndim)
+        found.append(layout)
+        if any(len(axes) > 1 for axes in layout.cuts):
+            found.append(Layout.of(mesh, [tuple(reversed(axes)) for axes in layout.cuts], layout.partials))
+    return found
+
+
+def _can_be_partial(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point()
+
+
+def validate(
+    samples: Sequence[Sample], mesh_shape: tuple[int, ...], most: int = 400, tolerance: float = 1e-9, seed: int = 0
+) -> list[str]:
+    """Runs on every rank; what was wrong, one line per sample and layouts."""
+    warnings.simplefilter("ignore")
+    mesh = hp.init_device_mesh("cpu", mesh_shape, mesh_dim_names=("x", "y", "z")[: len(mesh_shape)])
+    wrong: list[str] = []
+    for sample in samples:
+        tensors = _tensors((sample.args, sample.kwargs))
+        choices = [layouts_of(mesh, tensor, _can_be_partial(tensor)) for tensor in tensors]
+        total = 1
+        for choice in choices:
+            total *= len(choice)
+        if total <= most:
+            combinations = list(itertools.product(*choices))
+        else:
+            pick = random.Random(f"{seed}{sample}")
+            combinations = [tuple(pick.choice(choice) for choice in choices) for _ in range(most)]
+        expected = _run_plain(sample, tensors)
+        for layouts in combinations:
+            complaint = _compare(sample, tensors, layouts, mesh, expected, tolerance)
+            if complaint:
+                wrong.append(f"{sample} under {', '.join(map(str, layouts))}: {complaint}")
+                if len(wrong) >= 20:
+                    return wrong
+    return wrong
+
+
+def _leaf(tensor: torch.Tensor, gradients: bool) -> torch.Tensor:
+    leaf = tensor.detach().clone()
+    return leaf.requires_grad_() if gradients and (leaf.is_floating_point() or leaf.is_complex()) else leaf
+
+
+def _call(sample: Sample, leaves: list[Any], clone: bool) -> Any:
+    # In-place operators need inputs that are not leaves.
+    given = [leaf.clone() if clone else leaf for leaf in leaves]
+    args, kwargs = _replace((sample.args, sample.kwargs), given)
+    return sample.function()(*args, **kwargs)
+
+
+def _is_in_place(sample: Sample) -> bool:
+    name = sample.func if isinstance(sample.func, str) else getattr(sample.func, "__name__", "")
+    return (name.endswith("_") and not name.endswith("__")) or name.startswith(("__i", "__set"))
+
+
+def _run_plain(sample: Sample, tensors: list[torch.Tensor]) -> tuple[Any, list[Any], list[Any]]:
+    leaves = [_leaf(tensor, sample.gradients) for tensor in tensors]
+    result = _call(sample, leaves, _is_in_place(sample))
+    outputs = _tensors(result) if not isinstance(result, torch.Tensor) else [result]
+    cotangents = [
+        torch.rand(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(7)) for out in outputs
+    ]
+    _backward(outputs, cotangents)
+    return result, cotangents, [leaf.grad for leaf in leaves]
+
+
+def _backward(outputs: list[torch.Tensor], cotangents: list[torch.Tensor]) -> None:
+    terms = [
+        (out * cotangent.to(out.dtype)).sum()
+        for out, cotangent in zip(outputs, cotangents, strict=True)
+        if out.requires_grad
+    ]
+    if terms:
+        total = sum(terms)
+        (total.real if total.is_complex() else total).backward()
+
+
+def _compare(
+    sample: Sample, tensors: list[torch.Tensor], layouts: Sequence[Layout], mesh: Any, expected: Any, tolerance: float
+) -> str:
+    result, cotangents, gradients = expected
+    leaves = [
+        hp.distribute_tensor(_leaf(tensor, sample.gradients), mesh, layout)
+        for tensor, layout in zip(tensors, layouts, strict=True)
+    ]
+    refused = _is_in_place(sample) and layouts[0].has_partial
+    try:
+        ours = _call(sample, leaves, _is_in_place(sample))
+        if not isinstance(result, (torch.Tensor, list, tuple)):
+            return "" if ours == result else f"gave {ours!r} instead of {result!r}"
+        outputs = _tensors(ours)
+        whole = [out.full_tensor() if isinstance(out, hp.DTensor) else out for out in outputs]
+        for out, mine, want in zip(outputs, whole, _tensors(result), strict=True):
+            if not isinstance(out, hp.DTensor):
+                return "a result is a plain tensor"
+            if tuple(out.shape) != tuple(want.shape) or tuple(out.local_shape) != out.layout.local_shape(
+                tuple(out.shape)
+            ):
+                return f"shape {tuple(out.shape)} (block {tuple(out.local_shape)}) instead of {tuple(want.shape)}"
+            if not _close(mine, want, tolerance):
+                return f"wrong values under {out.layout}:\n{mine}\ninstead of\n{want}"
+        _backward(whole, cotangents)
+        for number, (leaf, want) in enumerate(zip(leaves, gradients, strict=True)):
+            if want is None:
+                want = torch.zeros(leaf.shape, dtype=leaf.dtype) if leaf.grad is not None else None
+            if want is None:
+                continue
+            if leaf.grad is None:
+                if want.abs().sum() == 0:
+                    continue
+                return f"no gradient for input {number}"
+            if leaf.grad.layout is not leaf.layout.gradient():
+                return f"gradient {number} lies under {leaf.grad.layout}"
+            if not _close(leaf.grad.full_tensor(), want, tolerance):
+                return f"wrong gradient of input {number}:\n{leaf.grad.full_tensor()}\ninstead of\n{want}"
+    except RuntimeError as error:
+        if refused and "pending reduction" in str(error):
+            return ""
+        return f"raised {traceback.format_exc(limit=-6)}"
+    except Exception:
+        return f"raised {traceback.format_exc(limit=-6)}"
+    return ""
+
+
+def _close(mine: torch.Tensor, want: torch.Tensor, tolerance: float) -> bool:
+    if mine.dtype != want.dtype or mine.shape != want.shape:
+        return False
+    if not (mine.is_floating_point() or mine.is_complex()):
+        return torch.equal(mine, want)
+    return torch.allclose(mine, want, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+def tensor(
+    *shape: int, dtype: torch.dtype = torch.float64, seed: int = 0, low: float = -2.0, high: float = 2.0
+) -> torch.Tensor:
+    """Random values that are well away from kinks."""
+    generator = torch.Generator().manual_seed(1000 * seed + sum((i + 1) * s for i, s in enumerate(shape)))
+    values = torch.rand(shape, dtype=torch.float64, generator=generator) * (high - low) + low
+    return values.to(dtype)
+
+
+def assert_valid(worlds: Any, samples: Sequence[Sample], most: int = 60) -> None:
+    """Validate samples on a mesh of 2 ranks (every layout) and one of 2 x 2 ranks (at most ``most`` of them each)."""
+    for size, shape in ((2, (2,)), (4, (2, 2))):
+        answers = worlds(size).run(validate, list(samples), shape, 400 if size == 2 else most)
+        wrong = answers[0]
+        assert not wrong, f"{len(wrong)} wrong on {shape}:\n" + "\n".join(wrong)
