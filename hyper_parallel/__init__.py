@@ -1,0 +1,65 @@
+"""HyperParallel: train one model on many devices from one description of how it is split.
+
+This page is the public API. Names are imported on first use, so that ``import hyper_parallel`` needs no framework.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from hyper_parallel.platform.platform import Platform as _Platform
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from hyper_parallel.platform import get_platform as get_platform
+
+_DTENSOR = "hyper_parallel.core.dtensor"
+_HOME_OF = {
+    "get_platform": "hyper_parallel.platform",
+    "DeviceMesh": f"{_DTENSOR}.device_mesh",
+    "init_device_mesh": f"{_DTENSOR}.device_mesh",
+    "Layout": f"{_DTENSOR}.layout",
+    "Shard": f"{_DTENSOR}.placement_types",
+    "Replicate": f"{_DTENSOR}.placement_types",
+    "Partial": f"{_DTENSOR}.placement_types",
+    **dict.fromkeys(
+        (
+            "DTensor",
+            "SkipDTensorDispatch",
+            "arange",
+            "distribute_module",
+            "distribute_tensor",
+            "empty",
+            "full",
+            "ones",
+            "rand",
+            "randn",
+            "zeros",
+        ),
+        f"{_DTENSOR}.dtensor",
+    ),
+    "CommRecorder": f"{_DTENSOR}.comm_recorder",
+    "explain": f"{_DTENSOR}.explain",
+    "redistribute_local": f"{_DTENSOR}.tensor_redistribution",
+    "manual_seed": f"{_DTENSOR}.random_state",
+}
+
+__all__ = ["__version__", *_HOME_OF]
+
+
+_Platform.tensor_transform_provider = staticmethod(lambda: __getattr__("redistribute_local"))
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,165 @@
+"""Small services that distributed tensors need from PyTorch, all on plain blocks."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from hyper_parallel.platform.torch import collectives
+from hyper_parallel.platform.torch.dtensor_base import DTensorBase, _NoInterception, as_dtensor, detached, local_alias
+from hyper_parallel.platform.torch.groups import get_process_group_ranks
+from hyper_parallel.platform.torch.tensors import get_op_name, tensor_to_numpy, tree_map
+
+
+def needs_grad(tensor: torch.Tensor) -> bool:
+    """Whether autograd records what is done with ``tensor`` now."""
+    return torch.is_grad_enabled() and tensor.requires_grad
+
+
+def default_dtype() -> torch.dtype:
+    """The dtype of new floating tensors."""
+    return torch.get_default_dtype()
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``"float32"`` for ``torch.float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def from_numpy(array: np.ndarray, dtype: torch.dtype, device: Any) -> torch.Tensor:
+    """A tensor with the array's values."""
+    return torch.from_numpy(np.ascontiguousarray(array)).reshape(array.shape).to(device=device, dtype=dtype)
+
+
+def index_tensor(rows: Sequence[Sequence[int]], device: Any) -> torch.Tensor:
+    """A matrix of int64."""
+    return torch.tensor([list(row) for row in rows], dtype=torch.int64, device=device)
+
+
+def to_device(tensor: torch.Tensor, device_type: str) -> torch.Tensor:
+    """The tensor on the current device of ``device_type``; meta tensors stay."""
+    return tensor if tensor.device.type in (device_type, "meta") else tensor.to(device_type)
+
+
+def digest(tensor: torch.Tensor) -> int:
+    """A checksum of the values' bytes; NaNs of equal bits are equal."""
+    return zlib.crc32(np.ascontiguousarray(tensor_to_numpy(tensor)).tobytes())
+
+
+def as_parameter(tensor: Any) -> torch.nn.Parameter:
+    """The DTensor as a module's parameter."""
+    return torch.nn.Parameter(tensor, requires_grad=tensor.requires_grad)
+
+
+def fill_block(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy ``values`` into the DTensor's own block; like any in-place write it is recorded unless under no_grad."""
+    with _NoInterception():
+        torch.Tensor.copy_(tensor, values)
+
+
+def convert(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    """``Tensor.to`` on the block; the layout stays, but a pending reduction is done before a cast to integers or bool.
+    """
+    with _NoInterception():
+        converted = torch.Tensor.to(tensor, *args, **kwargs)
+    if converted is tensor:
+        return tensor
+    layout = tensor._layout
+    if layout.has_partial and tensor.dtype.is_floating_point and not converted.dtype.is_floating_point:
+        return convert(tensor.reduce_partial(), *args, **kwargs)
+    return as_dtensor(type(tensor), converted, layout, tensor._global_shape)
+
+
+def replicate_plain_tensors(module: torch.nn.Module, distribute: Callable[[torch.Tensor], Any]) -> None:
+    """Replace every plain parameter and buffer by ``distribute`` of it; a tensor that appears twice stays one."""
+    made: dict[int, Any] = {}
+
+    def once(tensor: torch.Tensor) -> Any:
+        if id(tensor) not in made:
+            made[id(tensor)] = distribute(tensor)
+        return made[id(tensor)]
+
+    for submodule in module.modules():
+        for name, parameter in list(submodule._parameters.items()):
+            if parameter is not None and not isinstance(parameter, DTensorBase):
+                submodule.register_parameter(name, once(parameter))
+        for name, buffer in list(submodule._buffers.items()):
+            if buffer is not None and not isinstance(buffer, DTensorBase):
+                submodule._buffers[name] = once(buffer)
+
+
+def register_forward_hook(module: torch.nn.Module, hook: Callable[..., Any]) -> Any:
+    """Call ``hook(module, inputs, outputs)`` after forward; a handle with ``remove()``."""
+    return module.register_forward_hook(hook)
+
+
+def call_on_blocks(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """``func`` on the blocks of all DTensors among its arguments, as if they were plain tensors."""
+
+    def block(value: Any) -> Any:
+        return local_alias(value) if isinstance(value, DTensorBase) else value
+
+    return func(*tree_map(block, args), **tree_map(block, kwargs))
+
+
+def wrap_result(kind: type, result: Any, layout: Any, shape: Any) -> Any:
+    """Results of a local call as DTensors; those that are DTensors already (in-place operators) stay."""
+    if type(result) is torch.Tensor:
+        return as_dtensor(kind, result, layout, shape)
+    if isinstance(result, (tuple, list)):
+        return type(result)(wrap_result(kind, item, layout, shape) for item in result)
+    return result
+
+
+def observe_collectives(tell: Callable[[str, list[int], Any, str, int, bool], None]) -> Callable[[], None]:
+    """Call ``tell(op, ranks, shape, dtype, num_bytes, async_op)`` before every collective; returns how to stop."""
+
+    def observer(call: collectives.CollectiveCall) -> None:
+        ranks = get_process_group_ranks(call.group)
+        tell(call.op, ranks, call.shape, dtype_name(call.dtype), call.num_bytes, call.async_op)
+
+    collectives.observers.append(observer)
+    return lambda: collectives.observers.remove(observer)
+
+
+# Bookkeeping that means the same for a block as for a plain tensor.
+_SERVICES = frozenset(
+    {
+        *("requires_grad_", "retain_grad", "register_post_accumulate_grad_hook", "data_ptr", "is_contiguous", "stride"),
+        *("storage_offset", "element_size", "is_pinned", "is_shared", "share_memory_", "untyped_storage", "storage"),
+        *("is_inference", "_is_view", "is_set_to", "get_device", "is_same_size", "is_conj", "is_neg", "is_signed"),
+        *("_backward_hooks", "_post_accumulate_grad_hooks", "retains_grad", "output_nr", "names", "has_names"),
+        *("is_quantized", "is_nested", "is_mkldnn", "is_mps", "is_xla", "is_xpu", "is_vulkan", "is_ipu", "is_maia"),
+        *("is_mtia", "is_sparse_csr", "itemsize", "__hash__", "__dir__", "name", "volatile", "is_distributed"),
+    }
+)
+
+
+def is_framework_service(func: Callable[..., Any]) -> bool:
+    """Whether ``func`` asks about, or marks, the tensor object and not its values."""
+    return get_op_name(func) in _SERVICES
+
+
+__all__ = [
+    "as_parameter",
+    "call_on_blocks",
+    "convert",
+    "default_dtype",
+    "detached",
+    "digest",
+    "dtype_name",
+    "fill_block",
+    "from_numpy",
+    "index_tensor",
+    "is_framework_service",
+    "needs_grad",
+    "observe_collectives",
+    "register_forward_hook",
+    "replicate_plain_tensors",
+    "to_device",
+    "wrap_result",
+]

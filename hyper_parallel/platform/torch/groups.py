@@ -1,0 +1,420 @@
+"""Process groups and ranks on PyTorch: joining and leaving the world, making groups of its ranks, asking who is where.
+
+Note [Creating groups never deadlocks]
+--------------------------------------
+Only the members of a group create it, each whenever it gets there, also in cyclic order: rank 0 makes [0, 1] then
+[0, 2], rank 1 makes [1, 2] then [0, 1], rank 2 makes [0, 2] then [1, 2]. ``torch.distributed.new_group`` cannot do it:
+
+1. It wants every rank of the world to call. With ``use_local_synchronization=True`` only the members call, but the
+   group's name then counts the groups that *this* rank has made before, so ranks with different histories give one
+   group two names and never meet. Our name is made of the ranks and of how often this very set was made before.
+2. Gloo connects all members inside the constructor, each waiting for the others: a cycle waits for ever. We make the
+   group with Gloo's lazy connections, so the constructor only writes this rank's address into the store.
+3. A lazily connected group would look up its peers' addresses at its first operation with a blocking read that keeps
+   the process's one connection to the store busy; a second group could not even write its address meanwhile, and the
+   cycle is back. And the first ``isend`` to a peer would wait until that peer turns to this rank too. So each new group
+   has a short-lived thread that polls the store until all members have created the group, then exchanges one byte with
+   each of them. Each group has its own thread, so no group waits for another.
+4. With a device bound to the world (``device_id``) NCCL would split the world's communicator, which all ranks of the
+   world must join. The binding is hidden while the group is made; NCCL then connects at the first collective.
+
+Hence: creating never waits, and the *first use* of a group waits until every member has created it (or says which
+ranks did not, when the timeout is over).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+from hyper_parallel.platform.platform import EXISTING_COMM_GROUPS
+from hyper_parallel.platform.torch import devices
+
+__all__ = [
+    "barrier",
+    "destroy_process_group",
+    "get_backend",
+    "get_global_rank",
+    "get_group_local_rank",
+    "get_process_group_ranks",
+    "get_rank",
+    "get_world_size",
+    "init_process_group",
+    "make_group",
+    "split_group",
+]
+
+# Groups whose members are still finding each other; see Note [Creating groups never deadlocks].
+connecting: dict[dist.ProcessGroup, _Connection] = {}
+
+# Called with each group that is destroyed, so that caches about it can be dropped.
+on_destroy: list[Callable[[dist.ProcessGroup], None]] = []
+
+_CONNECT_TAG = 2**31 - 1
+_GLOO_LAZY = "TORCH_GLOO_LAZY_INIT"
+_creation_lock = threading.Lock()
+_num_times_made: dict[tuple[int, ...], int] = {}
+_num_worlds_left = 0
+_world_timeout: timedelta | None = None
+
+
+class DoneHandle:
+    """The handle of an operation that needed no communication."""
+
+    __slots__ = ()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+DONE = DoneHandle()
+
+
+# ---------------------------------------------------------------- the world
+
+
+def init_process_group(
+    backend: str | None = None,
+    *,
+    init_method: str | None = None,
+    timeout: timedelta | None = None,
+    world_size: int = -1,
+    rank: int = -1,
+    store: dist.Store | None = None,
+    pg_options: Any = None,
+    device_id: torch.device | int | None = None,
+) -> None:
+    """Join the world. ``backend=None``: Gloo for CPU tensors and the accelerator's own backend, if there is one."""
+    global _world_timeout
+    if dist.is_initialized():
+        raise RuntimeError(
+            f"init_process_group: this process is already rank {dist.get_rank()} of a world of {dist.get_world_size()} "
+            f"(backend {dist.get_backend()}); call destroy_process_group() first to leave it"
+        )
+    if store is None and init_method in (None, "env://"):
+        _check_environment(rank, world_size)
+    if backend is None:
+        backend = _default_backend()
+    if _num_worlds_left:
+        # The store may outlive the world (that of torchrun does) and still hold the addresses of the last one.
+        if store is None:
+            limit = timeout or c10d.default_pg_timeout
+            store, rank, world_size = next(dist.rendezvous(init_method or "env://", rank, world_size, timeout=limit))
+            store.set_timeout(limit)
+            init_method = None
+        store = dist.PrefixStore(f"hyper_parallel_world_{_num_worlds_left}", store)
+    dist.init_process_group(
+        backend,
+        init_method=init_method,
+        timeout=timeout,
+        world_size=world_size,
+        rank=rank,
+        store=store,
+        pg_options=pg_options,
+        device_id=device_id,
+    )
+    _world_timeout = timeout
+
+
+def destroy_process_group(group: Any = None) -> None:
+    """Leave ``group``, or the world and every group made in it; ``create_group`` no longer knows them."""
+    global _num_worlds_left
+    leaving = unwrap_group(group)
+    world = dist.group.WORLD
+    everything = leaving is world
+    for ranks, known in list(EXISTING_COMM_GROUPS.items()):
+        if everything or known is leaving:
+            del EXISTING_COMM_GROUPS[ranks]
+    for connected, connection in list(connecting.items()):
+        if everything or connected is leaving:
+            connection.cancelled.set()
+            connecting.pop(connected, None)
+    for forget in on_destroy:
+        forget(leaving)
+    if everything:
+        _num_times_made.clear()
+        _num_worlds_left += 1
+        # None rather than the object: torch compares with the world by identity and then drops its own references.
+        leaving = world = None
+        dist.destroy_process_group()
+    else:
+        dist.destroy_process_group(leaving)
+
+
+def _default_backend() -> str:
+    device_type = devices.get_device_type()
+    if device_type == "cpu":
+        return "gloo"
+    return f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device_type)}"
+
+
+def _check_environment(rank: int, world_size: int) -> None:
+    needed = ["MASTER_ADDR", "MASTER_PORT"]
+    needed += ["RANK"] if rank < 0 else []
+    needed += ["WORLD_SIZE"] if world_size < 0 else []
+    missing = [name for name in needed if name not in os.environ]
+    if missing:
+        raise ValueError(
+            f"init_process_group: the environment does not say {', '.join(missing)}; start the program with torchrun, "
+            f"set {'it' if len(missing) == 1 else 'them'}, or pass rank=, world_size= and init_method='tcp://host:port'"
+        )
+
+
+# ---------------------------------------------------------------- who is where
+
+
+def unwrap_group(group: Any) -> dist.ProcessGroup:
+    """The process group that is meant: itself, the world for None, or the ``group`` attribute of ``group``."""
+    if isinstance(group, dist.ProcessGroup):
+        return group
+    if group is None:
+        if not dist.is_initialized():
+            raise RuntimeError("there is no process group yet; call init_process_group() first")
+        return dist.group.WORLD
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(f"rank {get_rank()} is not a member of this group; only members use it")
+    if hasattr(group, "group"):
+        return unwrap_group(group.group)
+    raise TypeError(
+        f"expected a process group, None for the world, or an object with a .group, not a {type(group).__name__}"
+    )
+
+
+def get_rank() -> int:
+    """This process's rank in the world; 0 before there is one."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def get_world_size() -> int:
+    """The number of processes in the world; 1 before there is one."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def get_global_rank(group: Any, group_rank: int) -> int:
+    """The world rank of the ``group_rank``-th member of ``group``."""
+    ranks = get_process_group_ranks(group)
+    if not 0 <= group_rank < len(ranks):
+        raise ValueError(f"get_global_rank: the group {ranks} has no rank {group_rank}; it has 0 to {len(ranks) - 1}")
+    return ranks[group_rank]
+
+
+def get_group_local_rank(group: Any = None) -> int:
+    """This process's rank inside ``group``; 0 before there is a world."""
+    if group is None and not dist.is_initialized():
+        return 0
+    return unwrap_group(group).rank()
+
+
+def get_process_group_ranks(group: Any = None) -> list[int]:
+    """The world ranks of ``group``, in group order; [0] before there is a world."""
+    if group is None and not dist.is_initialized():
+        return [0]
+    return dist.get_process_group_ranks(unwrap_group(group))
+
+
+def get_backend(group: Any = None) -> str:
+    """The transport of ``group``, as given to ``init_process_group``: "gloo", "cpu:gloo,cuda:nccl"."""
+    return str(dist.get_backend(unwrap_group(group)))
+
+
+def barrier(group: Any = None, async_op: bool = False, device_ids: Sequence[int] | None = None) -> Any:
+    """Wait until every rank of ``group`` is here; with ``async_op`` return a handle instead."""
+    group = unwrap_group(group)
+    if group.size() == 1:
+        return DONE if async_op else None
+    wait_until_connected(group)
+    return dist.barrier(group, async_op=async_op, device_ids=None if device_ids is None else list(device_ids))
+
+
+# ---------------------------------------------------------------- making groups
+
+
+def make_group(rank_list: Sequence[int]) -> dist.ProcessGroup:
+    """A group of exactly these ranks; only they call it, in any order, and it never waits for the others."""
+    world = unwrap_group(None)
+    ranks = sorted(rank_list)
+    _check_members(f"make_group({ranks})", ranks, world.size(), world.rank())
+    if len(ranks) == world.size():
+        return world
+    return _new_group(ranks, _world_timeout, None, None)
+
+
+def split_group(
+    parent_pg: Any = None,
+    split_ranks: Sequence[Sequence[int]] | None = None,
+    timeout: timedelta | None = None,
+    pg_options: Any = None,
+    group_desc: str | None = None,
+) -> dist.ProcessGroup | None:
+    """A new group for each list of ranks *of the parent group*; this rank gets its own, or None if no list names it."""
+    parent = unwrap_group(parent_pg)
+    if not split_ranks:
+        raise ValueError("split_group: split_ranks is missing; give one list of the parent's ranks per new group")
+    flat = [rank for part in split_ranks for rank in part]
+    if not all(split_ranks) or len(set(flat)) != len(flat) or not all(0 <= rank < parent.size() for rank in flat):
+        raise ValueError(
+            f"split_group: split_ranks {[list(part) for part in split_ranks]} must be lists that are not empty, do not "
+            f"overlap, and name ranks of the parent group, 0 to {parent.size() - 1}"
+        )
+    mine = next((part for part in split_ranks if parent.rank() in part), None)
+    if mine is None:
+        return None
+    parent_ranks = get_process_group_ranks(parent)
+    return _new_group(sorted(parent_ranks[rank] for rank in mine), timeout or _world_timeout, pg_options, group_desc)
+
+
+def _check_members(what: str, ranks: list[int], world_size: int, rank: int) -> None:
+    if not ranks or len(set(ranks)) != len(ranks):
+        raise ValueError(f"{what}: a group needs one rank or more, each named once")
+    if ranks[0] < 0 or ranks[-1] >= world_size:
+        raise ValueError(f"{what}: the ranks of this world are 0 to {world_size - 1}")
+    if rank not in ranks:
+        raise ValueError(f"{what}: rank {rank} is not one of them; only the members of a group create it")
+
+
+def _new_group(
+    ranks: list[int], timeout: timedelta | None, pg_options: Any, group_desc: str | None
+) -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    with _creation_lock:
+        name = _group_name(ranks)
+        limit = timeout or c10d.default_pg_timeout
+        with _connected_lazily(world):
+            # Private, as is the record of the ranks below: the public new_group cannot name the group, and a group
+            # that torch.distributed does not know is of no use to the rest of PyTorch.
+            group, store = c10d._new_process_group_helper(
+                len(ranks),
+                ranks.index(world.rank()),
+                ranks,
+                dist.get_backend(world),
+                c10d._get_default_store(),
+                name,
+                backend_options=pg_options,
+                timeout=limit,
+                group_desc=group_desc,
+            )
+        c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+        if world.bound_device_id is not None:
+            group.bound_device_id = world.bound_device_id
+        if len(ranks) > 1 and _uses_gloo(group):
+            connecting[group] = _Connection(group, store, ranks, limit)
+    return group
+
+
+def _group_name(ranks: list[int]) -> str:
+    key = tuple(ranks)
+    num_times = _num_times_made[key] = _num_times_made.get(key, 0) + 1
+    text = "-".join(map(str, ranks))
+    if len(text) > 60:
+        text = f"{len(ranks)}-ranks-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
+    return f"hyper_parallel/{text}/{num_times}"
+
+
+@contextmanager
+def _connected_lazily(world: dist.ProcessGroup) -> Iterator[None]:
+    """Inside, a new group is made without waiting for its other members."""
+    bound_device, lazy = world.bound_device_id, os.environ.get(_GLOO_LAZY)
+    os.environ[_GLOO_LAZY] = "1"
+    if bound_device is not None:
+        world.bound_device_id = None
+    try:
+        yield
+    finally:
+        if bound_device is not None:
+            world.bound_device_id = bound_device
+        if lazy is None:
+            del os.environ[_GLOO_LAZY]
+        else:
+            os.environ[_GLOO_LAZY] = lazy
+
+
+def backend_by_device_type(group: dist.ProcessGroup) -> dict[str, str]:
+    """Which backend carries the tensors of which device type."""
+    return dict(part.split(":") for part in dist.get_backend_config(group).split(","))
+
+
+def _uses_gloo(group: dist.ProcessGroup) -> bool:
+    return backend_by_device_type(group).get("cpu") == "gloo"
+
+
+# ---------------------------------------------------------------- members finding each other
+
+
+def wait_until_connected(group: dist.ProcessGroup) -> None:
+    """Return when all members of ``group`` have created it; see Note [Creating groups never deadlocks]."""
+    connection = connecting.get(group)
+    if connection is not None:
+        connection.finished.wait()
+        if connection.error is not None:
+            raise RuntimeError(connection.error)
+
+
+class _Connection:
+    """The thread that connects one new group to its members as they come."""
+
+    def __init__(self, group: dist.ProcessGroup, store: dist.Store, ranks: list[int], timeout: timedelta) -> None:
+        self.finished = threading.Event()
+        self.cancelled = threading.Event()
+        self.error: str | None = None
+        store.set(_created_key(group.rank()), b"1")
+        threading.Thread(
+            target=self._run, args=(group, store, ranks, timeout), daemon=True, name=f"connect {ranks}"
+        ).start()
+
+    def _run(self, group: dist.ProcessGroup, store: dist.Store, ranks: list[int], timeout: timedelta) -> None:
+        try:
+            if self._all_created(store, ranks, timeout):
+                _exchange_bytes(group)
+                with _creation_lock:  # The creating thread may not have entered it into the table yet.
+                    connecting.pop(group, None)
+        except Exception as error:  # Raised to the user at the first use of the group.
+            if not self.cancelled.is_set():
+                self.error = self.error or f"the ranks of the group {ranks} could not be connected: {error}"
+        finally:
+            self.finished.set()
+
+    def _all_created(self, store: dist.Store, ranks: list[int], timeout: timedelta) -> bool:
+        keys = [_created_key(place) for place in range(len(ranks))]
+        end = time.monotonic() + timeout.total_seconds()
+        pause = 0.0005
+        while not store.check(keys):
+            if self.cancelled.wait(pause):
+                return False
+            if time.monotonic() > end:
+                absent = [rank for rank, key in zip(ranks, keys, strict=True) if not store.check([key])]
+                self.error = (
+                    f"the group {ranks} cannot be used: rank(s) {absent} did not create it within "
+                    f"{timeout.total_seconds():g} s; every member must call create_group({ranks})"
+                )
+                return False
+            pause = min(pause * 1.5, 0.05)
+        return True
+
+
+def _created_key(group_rank: int) -> str:
+    return f"created/{group_rank}"
+
+
+def _exchange_bytes(group: dist.ProcessGroup) -> None:
+    """Let every pair of members talk once, which makes their connection."""
+    peers = [peer for peer in range(group.size()) if peer != group.rank()]
+    sent, received = torch.zeros(1, dtype=torch.uint8), torch.zeros(group.size(), dtype=torch.uint8)
+    works = []
+    for peer in peers:
+        works.append(group.recv([received[peer : peer + 1]], peer, _CONNECT_TAG))
+        works.append(group.send([sent], peer, _CONNECT_TAG))
+    for work in works:
+        work.wait()

@@ -1,0 +1,75 @@
+"""Calling operators on blocks: the innermost step of the dispatcher, and what it must know about results beforehand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hyper_parallel.platform.torch.dtensor_base import DTensorBase, _NoInterception, as_dtensor, local_alias
+from hyper_parallel.platform.torch.tensors import tree_map
+
+
+def result_wrapper(
+    kind: type, layouts: tuple[Any, ...], shapes: tuple[Any, ...]
+) -> Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]:
+    """A function that calls an operator on blocks and makes DTensors of its results, in their order."""
+    layout, shape = (layouts[0], shapes[0]) if layouts else (None, None)
+
+    def run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with _NoInterception():
+            result = func(*args, **kwargs)
+        if type(result) is torch.Tensor:
+            for value in args:
+                if result is value:  # a block that was brought here for this call, unchanged
+                    result = result.view_as(result)
+            result.__class__ = kind  # type: ignore[assignment]
+            result._layout = layout  # type: ignore[attr-defined]
+            result._global_shape = shape  # type: ignore[attr-defined]
+            return result
+        if isinstance(result, (tuple, list)):
+            return _wrap_several(kind, result, layouts, shapes)
+        return result
+
+    return run
+
+
+def _wrap_several(kind: type, results: Any, layouts: tuple[Any, ...], shapes: tuple[Any, ...]) -> Any:
+    described = iter(zip(layouts, shapes, strict=True))
+    wrapped = []
+    for item in results:
+        if isinstance(item, torch.Tensor):
+            layout, shape = next(described)
+            item = item if isinstance(item, DTensorBase) else as_dtensor(kind, item, layout, shape)
+        wrapped.append(item)
+    make = getattr(results, "_make", type(results))
+    return make(wrapped)
+
+
+def blocks_of(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with every DTensor replaced by its block as a plain tensor."""
+
+    def block(value: Any) -> Any:
+        return local_alias(value) if isinstance(value, DTensorBase) else value
+
+    return tree_map(block, tuple(args)), tree_map(block, dict(kwargs))
+
+
+def output_shapes(func: Callable[..., Any], args: Any, kwargs: Any) -> list[tuple[int, ...]]:
+    """The global shapes of the tensors that ``func`` returns, found by calling it on tensors without memory."""
+
+    def without_memory(value: Any) -> Any:
+        if isinstance(value, DTensorBase):
+            return torch.empty(value._global_shape, dtype=value.dtype, device="meta")
+        return torch.empty_like(value, device="meta") if isinstance(value, torch.Tensor) and value.ndim else value
+
+    with torch.no_grad():
+        result = func(*tree_map(without_memory, args), **tree_map(without_memory, kwargs))
+    results = result if isinstance(result, (tuple, list)) else [result]
+    return [tuple(item.shape) for item in results if isinstance(item, torch.Tensor)]
+
+
+def silenced(tensor: torch.Tensor) -> torch.Tensor:
+    """Zeros that keep ``tensor`` in the graph, with a gradient of zeros."""
+    return tensor.masked_fill(torch.ones_like(tensor, dtype=torch.bool), 0)

@@ -1,0 +1,374 @@
+"""Modules and their parameters: finding, replacing, reading and filling them, hooks, and giving meta parameters values.
+
+A parameter may be spread over ranks: then it is an object with ``to_local()``, and what this file reads and writes is
+this rank's part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.parameter import UninitializedTensorMixin
+from torch.utils.hooks import RemovableHandle
+
+from hyper_parallel.platform.torch.devices import current_device
+
+__all__ = [
+    "FoundParameter",
+    "get_cell_construct",
+    "get_cells_and_names",
+    "get_param_local_data",
+    "get_param_local_shape",
+    "get_param_type_size",
+    "init_parameters",
+    "is_embedding_module",
+    "is_linear_module",
+    "load_into_param",
+    "parameters_dict",
+    "register_forward_pre_hook",
+    "register_full_backward_hook",
+    "register_full_backward_pre_hook",
+    "search_parameter_by_name",
+    "set_layout_into_parameter",
+    "update_param_data",
+    "update_parameter_by_name",
+]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Modules
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def get_cell_construct(cell: nn.Module) -> Callable:
+    """The function that computes the module's output, bound to the module."""
+    return cell.forward
+
+
+def get_cells_and_names(cell: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """(name, module) of the module itself (its name is empty) and of all inside it."""
+    return cell.named_modules()
+
+
+def is_linear_module(module: object) -> bool:
+    return isinstance(module, nn.Linear)
+
+
+def is_embedding_module(module: object) -> bool:
+    return isinstance(module, nn.Embedding)
+
+
+def register_forward_pre_hook(
+    module: nn.Module, hook: Callable, prepend: bool = False, with_kwargs: bool = False
+) -> RemovableHandle:
+    """Before each forward, ``hook(module, args)``, or ``hook(module, args, kwargs)``, may change the inputs."""
+    return module.register_forward_pre_hook(hook, prepend=prepend, with_kwargs=with_kwargs)
+
+
+def register_full_backward_hook(module: nn.Module, hook: Callable, prepend: bool = False) -> RemovableHandle:
+    """After each backward of the module, ``hook(module, grad_input, grad_output)`` may change ``grad_input``."""
+    return module.register_full_backward_hook(hook, prepend=prepend)
+
+
+def register_full_backward_pre_hook(module: nn.Module, hook: Callable, prepend: bool = False) -> RemovableHandle:
+    """Before each backward of the module, ``hook(module, grad_output)`` may change ``grad_output``."""
+    return module.register_full_backward_pre_hook(hook, prepend=prepend)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Finding and replacing parameters
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class FoundParameter(NamedTuple):
+    """Where a parameter is: the name of the module that owns it, that module, and the parameter."""
+
+    owner_name: str
+    owner: nn.Module
+    parameter: nn.Parameter
+
+
+def parameters_dict(cell: nn.Module, remove_duplicate: bool = True) -> dict[str, nn.Parameter]:
+    """Name -> parameter. A tied parameter appears under its first name, or, without ``remove_duplicate``, under all."""
+    return dict(cell.named_parameters(remove_duplicate=remove_duplicate))
+
+
+def search_parameter_by_name(cell: nn.Module, param_name: str) -> FoundParameter | None:
+    """The parameter of exactly that dotted name, any name of a tied one; ``None`` when there is none."""
+    owner_name, _, own_name = param_name.rpartition(".")
+    try:
+        owner = cell.get_submodule(owner_name)
+    except AttributeError:
+        return None
+    parameter = dict(owner.named_parameters(recurse=False, remove_duplicate=False)).get(own_name)
+    return None if parameter is None else FoundParameter(owner_name, owner, parameter)
+
+
+def update_parameter_by_name(
+    cell: nn.Module, result: FoundParameter | tuple[str, nn.Module, nn.Parameter], new_param: torch.Tensor
+) -> nn.Parameter:
+    """Put ``new_param`` where ``search_parameter_by_name`` found the old one, and return what was installed.
+
+    It is installed in every place of ``cell`` that holds the old parameter, so tied parameters stay tied. A plain
+    tensor becomes a parameter with the old one's ``requires_grad``. Optimizers keep the parameters they were given:
+    make them afterwards.
+    """
+    if result is None:
+        raise ValueError("update_parameter_by_name: result is None: the search found no parameter of that name")
+    if not isinstance(new_param, torch.Tensor):
+        raise TypeError(f"update_parameter_by_name: the new parameter must be a tensor, got {type(new_param).__name__}")
+    owner_name, _, old_param = result
+    places = [
+        (module, name)
+        for module in cell.modules()
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+        if parameter is old_param
+    ]
+    if not places:
+        raise ValueError(
+            f"update_parameter_by_name: the parameter found in '{owner_name or type(cell).__name__}' is no longer in "
+            "this module; search again before each update"
+        )
+    if not isinstance(new_param, nn.Parameter):
+        new_param = nn.Parameter(new_param, requires_grad=old_param.requires_grad)
+    for module, name in places:
+        setattr(module, name, new_param)
+    return new_param
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# This rank's part of a parameter
+# ---------------------------------------------------------------------------------------------------------------------
+
+# Tensor.layout is torch's own attribute (strided or sparse) and cannot be written, so a plain parameter keeps ours
+# here.
+_LAYOUT_ATTRIBUTE = "hyper_parallel_layout"
+
+
+def _is_spread(tensor: object) -> bool:
+    return hasattr(tensor, "to_local")
+
+
+def _local(param: Any) -> torch.Tensor:
+    return param.to_local() if _is_spread(param) else param
+
+
+def set_layout_into_parameter(param: nn.Parameter, layout: Any) -> nn.Parameter:
+    """Note on a parameter that its values are one part of a larger tensor that lies as ``layout`` says."""
+    if not _is_spread(param):
+        setattr(param, _LAYOUT_ATTRIBUTE, layout)
+    elif param.layout != layout:
+        raise ValueError(
+            f"set_layout_into_parameter: the parameter already lies as {param.layout}, which is not {layout}; change "
+            "it with redistribute()"
+        )
+    return param
+
+
+def get_param_local_shape(param: torch.Tensor) -> torch.Size:
+    return _local(param).shape
+
+
+def get_param_local_data(param: torch.Tensor) -> torch.Tensor:
+    """This rank's values, without graph, in the memory of the parameter."""
+    return _local(param).detach()
+
+
+def get_param_type_size(param: torch.Tensor) -> int:
+    """Bytes of one element."""
+    return param.dtype.itemsize
+
+
+def update_param_data(param: torch.Tensor, data: torch.Tensor) -> None:
+    """Let a plain parameter use ``data`` as its values from now on (its shape may change); no values are copied.
+
+    A parameter spread over ranks has a fixed shape: this rank's part is overwritten by a copy.
+    """
+    if not isinstance(data, torch.Tensor):
+        raise TypeError(f"update_param_data takes a tensor, got {type(data).__name__}")
+    if _is_spread(param):
+        load_into_param(param, data)
+        return
+    data = data.detach()
+    if param.device.type != data.device.type and "meta" in (param.device.type, data.device.type):
+        raise ValueError(
+            f"update_param_data: a parameter on {param.device} cannot take data on {data.device}; replace the "
+            "parameter with update_parameter_by_name"
+        )
+    param.data = data
+
+
+@torch.no_grad()
+def load_into_param(param: torch.Tensor, data: torch.Tensor) -> None:
+    """Copy ``data`` into this rank's values, in place; casts like ``copy_``, but never, say, floating to integer."""
+    if not isinstance(data, torch.Tensor):
+        raise TypeError(f"load_into_param takes a tensor, got {type(data).__name__}")
+    if _is_spread(data):
+        if not _is_spread(param) or param.layout != data.layout:
+            lies = f"as {param.layout}" if _is_spread(param) else "whole on this rank"
+            raise ValueError(
+                f"load_into_param: the data lies as {data.layout} but the parameter {lies}; redistribute the data first"
+            )
+        data = data.to_local()
+    local = _local(param)
+    if local.shape != data.shape:
+        part = f" (this rank's part of {tuple(param.shape)})" if _is_spread(param) else ""
+        raise ValueError(
+            f"load_into_param: data of shape {tuple(data.shape)} does not fit a parameter of shape "
+            f"{tuple(local.shape)}{part}"
+        )
+    if not torch.can_cast(data.dtype, local.dtype):
+        raise TypeError(
+            f"load_into_param: data of {data.dtype} would lose its meaning in a parameter of {local.dtype}; cast it on "
+            "purpose with tensor_type_cast first"
+        )
+    for what, tensor in (("parameter", local), ("data", data)):
+        if tensor.is_meta:
+            raise ValueError(
+                f"load_into_param: the {what} of shape {tuple(tensor.shape)} is on the meta device and has no memory; "
+                "materialise it first, a parameter with init_parameters"
+            )
+    local.detach().copy_(data)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Values for meta parameters
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def init_parameters(module: nn.Module, stage_index: int, device: torch.device | str | None = None) -> None:
+    """Give parameters and buffers on the meta device memory on ``device`` (default: the current one) and values.
+
+    Values come from the ``reset_parameters`` of the modules, called from the inside out as constructors do, so that the
+    same seed gives the same values as building the module there. Tensors that already have values keep them. A tied
+    tensor is initialised by the first module that owns it. ``stage_index`` names the pipeline stage in messages.
+    """
+    if module is None:
+        raise ValueError("init_parameters: module is None; give the module of this pipeline stage")
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"init_parameters takes a module, got {type(module).__name__}")
+    if isinstance(stage_index, bool) or not isinstance(stage_index, int):
+        raise TypeError(f"init_parameters: stage_index must be an int, got {stage_index!r}")
+    if stage_index < 0:
+        raise ValueError(f"init_parameters: stage_index must be 0 or more, got {stage_index}")
+
+    device = torch.device(device) if device is not None else current_device()
+    if device.type == "meta":
+        raise ValueError("init_parameters: the meta device holds no values; give the device that they shall be on")
+
+    has_values = [tensor for tensor in _tensors_inside(module) if not tensor.is_meta]
+    materialised = _materialise(module, device)
+    if materialised:
+        _reset(module, materialised, has_values)
+        _check_all_have_values(module, materialised, stage_index)
+
+
+def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters(recurse=False, remove_duplicate=False)
+    yield from module.named_buffers(recurse=False, remove_duplicate=False)
+
+
+def _tensors_inside(module: nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def _materialise(module: nn.Module, device: torch.device) -> set[int]:
+    """Replace each meta tensor by one on ``device``, tied ones by one and the same; returns the ids of the new ones."""
+    replacements: dict[int, torch.Tensor] = {}
+    for submodule in module.modules():
+        for name, tensor in list(_own_tensors(submodule)):
+            if tensor.is_meta:
+                if id(tensor) not in replacements:
+                    replacements[id(tensor)] = _allocate(tensor, device)
+                setattr(submodule, name, replacements[id(tensor)])
+                if getattr(submodule, name).is_meta:
+                    raise RuntimeError(
+                        "init_parameters: called inside init_on_device, which puts every parameter back on the meta "
+                        "device; call it after that block"
+                    )
+    return {id(tensor) for tensor in replacements.values()}
+
+
+def _allocate(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if isinstance(tensor, UninitializedTensorMixin):
+        allocated = type(tensor)(requires_grad=tensor.requires_grad, device=device, dtype=tensor.dtype)
+    else:
+        allocated = torch.empty_like(tensor.detach(), device=device)
+        if _can_be_nan(allocated):
+            allocated.fill_(float("nan"))  # what no reset_parameters fills is found by it afterwards
+        allocated = allocated.as_subclass(type(tensor)).requires_grad_(tensor.requires_grad)
+    allocated.__dict__.update(tensor.__dict__)
+    return allocated
+
+
+def _reset(root: nn.Module, materialised: set[int], has_values: list[torch.Tensor]) -> None:
+    kept_ids = {id(tensor) for tensor in has_values}
+    initialised: set[int] = set()
+    for module in _from_inside_out(root):
+        inside = list(_tensors_inside(module))
+        if materialised.isdisjoint(map(id, inside)):
+            continue
+        reset = _reset_function(module)
+        own = [tensor for _, tensor in _own_tensors(module)]
+        if reset is not None:
+            keep = [tensor for tensor in inside if id(tensor) in kept_ids]
+            keep += [tensor for tensor in own if id(tensor) in initialised]
+            with torch.no_grad():
+                values = [tensor.clone() for tensor in keep]
+                reset()
+                for tensor, value in zip(keep, values, strict=True):
+                    tensor.copy_(value)
+            initialised.update(map(id, own))
+
+
+def _reset_function(module: nn.Module) -> Callable[[], None] | None:
+    # MultiheadAttention and Transformer, of torch's own modules, only have the one with the underscore.
+    for name in ("reset_parameters", "_reset_parameters"):
+        reset = getattr(module, name, None)
+        if callable(reset):
+            return reset
+    return None
+
+
+def _from_inside_out(root: nn.Module) -> Iterator[nn.Module]:
+    seen: set[nn.Module] = set()
+
+    def visit(module: nn.Module) -> Iterator[nn.Module]:
+        if module not in seen:
+            seen.add(module)
+            for child in module.children():
+                yield from visit(child)
+            yield module
+
+    return visit(root)
+
+
+def _check_all_have_values(root: nn.Module, materialised: set[int], stage_index: int) -> None:
+    missing = []
+    for module_name, module in root.named_modules():
+        for name, tensor in _own_tensors(module):
+            if id(tensor) in materialised and _has_no_values(module, tensor):
+                missing.append(f"'{module_name}.{name}' of {type(module).__name__}".replace("'.", "'"))
+    if missing:
+        raise RuntimeError(
+            f"init_parameters: stage {stage_index}: no module gave a value to {', '.join(missing)}; define "
+            "reset_parameters() in the module, or build it outside of the meta device (buffers: init_on_device with "
+            "include_buffers=False)"
+        )
+
+
+def _has_no_values(module: nn.Module, tensor: torch.Tensor) -> bool:
+    if isinstance(tensor, UninitializedTensorMixin):
+        return False
+    if _can_be_nan(tensor):
+        return bool(torch.isnan(tensor.detach()).any())
+    return _reset_function(module) is None
+
+
+def _can_be_nan(tensor: torch.Tensor) -> bool:
+    # Not all float8 types have a nan.
+    return (tensor.is_floating_point() and tensor.element_size() > 1) or tensor.is_complex()

@@ -1,0 +1,55 @@
+"""Running the body of a PyTorch function that is written in Python, as if nobody had asked whether to intercept it.
+
+Note [Bodies without the question]
+``F.normalize`` and its like begin with ``if has_torch_function(...): return handle_torch_function(...)``, which led to
+the dispatcher. Called again they would lead there again; with interception switched off the operators inside would not
+be seen either. So the dispatcher runs a twin: the same code object with globals in which the question is answered no.
+What the body calls is looked up as ever, and asks its own question.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+
+def _no(*args: Any) -> bool:
+    return False
+
+
+class _NoOverrides:
+    """Stands in for the module ``torch.overrides`` where a body reaches the question through it."""
+
+    def __init__(self, overrides: Any) -> None:
+        self._overrides = overrides
+
+    def __getattr__(self, name: str) -> Any:
+        return _no if name.startswith("has_torch_function") else getattr(self._overrides, name)
+
+
+class _Torch:
+    """Stands in for the module ``torch`` where a body asks through ``torch.overrides``."""
+
+    def __init__(self, torch: Any) -> None:
+        self._torch = torch
+        self.overrides = _NoOverrides(torch.overrides)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._torch, name)
+
+
+@functools.cache
+def body_of(func: Callable[..., Any]) -> Callable[..., Any] | None:
+    """The twin of a Python-written function that does not ask to be intercepted; None for a C function."""
+    func = getattr(func, "__wrapped__", func)
+    if not isinstance(func, FunctionType):
+        return None
+    names = func.__globals__
+    changed: dict[str, Any] = {name: _no for name in names if name.startswith("has_torch_function")}
+    if "overrides" in func.__code__.co_names and "torch" in names:
+        changed["torch"] = _Torch(names["torch"])
+    twin = FunctionType(func.__code__, {**names, **changed}, func.__name__, func.__defaults__, func.__closure__)
+    twin.__kwdefaults__ = func.__kwdefaults__
+    return twin
