@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from hyper_parallel.platform import get_platform as get_platform
 
 _DTENSOR = "hyper_parallel.core.dtensor"
+_SHARD = "hyper_parallel.core.shard"
 _HOME_OF = {
     "get_platform": "hyper_parallel.platform",
     "DeviceMesh": f"{_DTENSOR}.device_mesh",
@@ -43,6 +44,12 @@ _HOME_OF = {
     "CommRecorder": f"{_DTENSOR}.comm_recorder",
     "explain": f"{_DTENSOR}.explain",
     "redistribute_local": f"{_DTENSOR}.tensor_redistribution",
+    "DFunction": f"{_SHARD}.dfunction",
+    "DistributedOp": f"{_SHARD}.own_ops",
+    "custom_shard": f"{_SHARD}.own_ops",
+    "local_map": f"{_SHARD}.own_ops",
+    "register_op": f"{_SHARD}.own_ops",
+    "strict": f"{_SHARD}.strict_mode",
     "manual_seed": f"{_DTENSOR}.random_state",
 }
 

@@ -59,8 +59,7 @@ class Redistribute(_platform.Function):  # type: ignore[misc, name-defined]
     def forward(
         ctx: Any, tensor: Any, source: Layout, target: Layout, shape: Shape, in_flight: list[Any] | None = None
     ) -> Any:
-        """With ``in_flight`` the move is only launched: the handle goes there, and the result is memory to be filled.
-        """
+        """With ``in_flight`` the move is only launched: the handle goes there, and the result is memory to be filled."""
         ctx.edge = (source, target, shape)
         if in_flight is None:
             return move(_platform.detached(tensor), source, target, shape)
@@ -79,8 +78,7 @@ class Redistribute(_platform.Function):  # type: ignore[misc, name-defined]
 
 
 class Spread(_platform.Function):  # type: ignore[misc, name-defined]
-    """forward: a whole value becomes a pending max, min or prod on an axis; backward: the summands' gradients, summed.
-    """
+    """forward: a whole value becomes a pending max, min or prod on an axis; backward: the summands' gradients, summed."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Any, source: Layout, target: Layout, axis: int, shape: Shape) -> Any:
@@ -113,7 +111,8 @@ def _vary_where_pending(gradient: Any, source: Layout) -> Any:
     """See Note [Gradients of gradients]."""
     if not source.has_partial or not _platform.needs_grad(gradient) or source.mesh.get_coordinate() is None:
         return gradient
-    axes = tuple(axis for axis, op in enumerate(source.partials) if op in ("sum", "avg") and source.mesh.shape[axis] > 1)
+    sizes = source.mesh.shape
+    axes = tuple(axis for axis, op in enumerate(source.partials) if op in ("sum", "avg") and sizes[axis] > 1)
     return _platform.vary(gradient, source.mesh.get_group(axes)) if axes else gradient
 
 

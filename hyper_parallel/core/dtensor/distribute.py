@@ -31,7 +31,8 @@ def distribute_tensor(
     if isinstance(tensor, DTensor):
         if tensor.device_mesh != mesh:
             raise ValueError(
-                f"distribute_tensor: the tensor lies on {tensor.device_mesh} already; use redistribute to move it to {mesh}"
+                f"distribute_tensor: the tensor lies on {tensor.device_mesh} already; "
+                f"use redistribute to move it to {mesh}"
             )
         layout = resolve_layout(mesh, placements, tensor.ndim)
         if layout is not tensor.layout:

@@ -10,7 +10,6 @@ from hyper_parallel.core.dtensor.autograd_edges import FromLocal, ToLocal, redis
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.mesh_context import current_mesh
-from hyper_parallel.core.dtensor.mesh_transfer import outside_shape
 from hyper_parallel.core.dtensor.placement_types import Placement
 from hyper_parallel.core.dtensor.shard_sizes import check_later, gather_global_shape, join_check
 from hyper_parallel.platform import get_platform
@@ -25,20 +24,13 @@ class DTensor(_platform.DTensorBase):  # type: ignore[misc, name-defined]
     ``[Shard(0), Replicate()]``, or one alias per tensor dim, ``("dp", "None")``, ``(("dp", "tp"), "None")``.
     """
 
-    def __new__(
-        cls, local_tensor: Any, device_mesh: DeviceMesh, placements: Any, *, shape: Any = None
-    ) -> DTensor:
+    def __new__(cls, local_tensor: Any, device_mesh: DeviceMesh, placements: Any, *, shape: Any = None) -> DTensor:
         return cls.from_local(local_tensor, device_mesh, placements, shape=shape)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
     # ---------------------------------------------------------------- what it is
-
-    @property
-    def layout(self) -> Layout:
-        """Where the data lies."""
-        return self._layout
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -92,9 +84,10 @@ class DTensor(_platform.DTensorBase):  # type: ignore[misc, name-defined]
 
         Without ``shape`` blocks are taken to be equal on all ranks; sizes that differ are found out at the first
         communication and raise. Uneven blocks need ``shape``, or ``run_check=True``, which asks all ranks for their
-        sizes (and, where the value should be equal, compares the values). ``stride`` is accepted for symmetry with torch
-        and describes nothing here: a block has its own strides. ``grad_placements`` is the layout in which the gradient
-        is handed to ``local_tensor``, the law's by default: cut as the value is, whole where it is whole or pending.
+        sizes (and, where the value should be equal, compares the values). ``stride`` is accepted for symmetry with
+        torch and describes nothing here: a block has its own strides. ``grad_placements`` is the layout in which the
+        gradient is handed to ``local_tensor``, the law's by default: cut as the value is, whole where it is whole or
+        pending.
         """
         del stride
         if not _platform.is_tensor(local_tensor) or isinstance(local_tensor, DTensor):
@@ -119,8 +112,8 @@ class DTensor(_platform.DTensorBase):  # type: ignore[misc, name-defined]
             expected = layout.local_shape(global_shape) if inside else tuple(local_tensor.shape)
             if tuple(local_tensor.shape) != expected:
                 raise ValueError(
-                    f"from_local: a tensor of shape {global_shape} under {layout} has a block of shape {expected} on rank "
-                    f"{mesh.get_rank()}, got {tuple(local_tensor.shape)}"
+                    f"from_local: a tensor of shape {global_shape} under {layout} has a block of shape {expected} on "
+                    f"rank {mesh.get_rank()}, got {tuple(local_tensor.shape)}"
                 )
         elif run_check:
             global_shape = gather_global_shape(local_tensor, layout)
@@ -174,7 +167,12 @@ class DTensor(_platform.DTensorBase):  # type: ignore[misc, name-defined]
         in_flight: list[Any] | None = [] if async_op else None
         block = redistribute_with_grad(tensor, self._layout, target, shape, in_flight)
         if not in_flight:
-            return _platform.as_dtensor(DTensor, block, target, self._global_shape)
+            moved = _platform.as_dtensor(DTensor, block, target, self._global_shape)
+            if _platform.needs_grad(tensor) and mesh == self.device_mesh and not (
+                self._layout.has_partial or target.has_partial
+            ):
+                moved._gathered_from = (tensor, moved._version)  # for the operators; see core/shard/vary.py
+            return moved
         pending = _platform.as_dtensor(PendingDTensor, block, target, self._global_shape)
         pending._handle = in_flight[0]
         return pending
@@ -194,13 +192,12 @@ class DTensor(_platform.DTensorBase):  # type: ignore[misc, name-defined]
     # ---------------------------------------------------------------- conversions that keep the layout
 
     def to(self, *args: Any, **kwargs: Any) -> DTensor:
-        """Another dtype or device; the layout stays, except that a pending reduction is done before a cast to integers.
-        """
+        """Another dtype or device; the layout stays, except that a pending reduction is done before a cast to integers."""
         return _platform.convert(self._settled(), *args, **kwargs)
 
-    def float(self) -> DTensor:
+    def float(self, *args: Any, **kwargs: Any) -> DTensor:
         """In float32; the layout stays."""
-        return self.to(_platform.str_to_dtype("float32"))
+        return self.to(_platform.str_to_dtype("float32"), *args, **kwargs)
 
 
 class PendingDTensor(DTensor):
@@ -275,8 +272,13 @@ def _even_global_shape(local_tensor: Any, layout: Layout) -> tuple[int, ...]:
     )
 
 
-def _rebuild(local: Any, layout: dict[str, Any], shape: Any) -> DTensor:
-    return _platform.as_dtensor(DTensor, local, Layout.from_dict(layout), shape)
+def rebuild_dtensor(local: Any, layout: dict[str, Any], shape: Any, requires_grad: bool, is_param: bool) -> DTensor:
+    """A DTensor from its pickled parts; the mesh comes by description, so no process group is needed."""
+    made = _platform.as_dtensor(DTensor, local, Layout.from_dict(layout), shape)
+    if is_param:
+        return _platform.as_parameter(made, requires_grad)
+    made.requires_grad = requires_grad
+    return made
 
 
-_platform.set_rebuilder(_rebuild)
+_platform.set_rebuilder(rebuild_dtensor)

@@ -14,6 +14,7 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, init_device_mesh
 from hyper_parallel.core.dtensor.placement_types import REDUCE_OPS, Partial, Placement, Replicate, Shard
+from hyper_parallel.platform import get_platform
 
 Shape = tuple[int, ...]
 DimAxes = tuple[tuple[int, ...], ...]
@@ -92,12 +93,11 @@ class Layout:
         for axis, placement in enumerate(placements):
             if isinstance(placement, Shard):
                 if not -ndim <= placement.dim < ndim:
+                    possible = (
+                        f"so dim must be in [{-ndim}, {ndim - 1}]" if ndim else "it cannot be cut; use Replicate()"
+                    )
                     raise ValueError(
-                        f"{placement} on axis {mesh.axis_label(axis)!r}: the tensor has {ndim} dims, "
-                        f"so dim must be in [{-ndim}, {ndim - 1}]"
-                        if ndim
-                        else f"{placement} on axis {mesh.axis_label(axis)!r}: a 0-dim tensor cannot be cut; use
-                        Replicate()"
+                        f"{placement} on axis {mesh.axis_label(axis)!r}: the tensor has {ndim} dims, {possible}"
                     )
                 order = axis if placement.order is None else placement.order
                 cuts[placement.dim % ndim].append((order, axis))
@@ -105,14 +105,14 @@ class Layout:
                 partials[axis] = placement.reduce_op
             elif not isinstance(placement, Replicate):
                 raise TypeError(
-                    f"placement {placement!r} on axis {mesh.axis_label(axis)!r}: use Shard(dim), Replicate() or Partial(op)"
+                    f"placement {placement!r} on axis {mesh.axis_label(axis)!r}: use Shard(dim), Replicate() or "
+                    "Partial(op)"
                 )
         return cls._intern(mesh, tuple(tuple(axis for _, axis in sorted(dim)) for dim in cuts), tuple(partials))
 
     @classmethod
     def from_aliases(cls, mesh: DeviceMesh, aliases: Sequence[Any], partials: Sequence[str | None] = ()) -> Layout:
-        """The layout with one alias per tensor dim: an axis name, a tuple of names in the order of cutting, or "None".
-        """
+        """The layout with one alias per tensor dim: an axis name, a tuple of names in the order of cutting, or "None"."""
         cuts = []
         for alias in aliases:
             names = alias if isinstance(alias, (tuple, list)) else (alias,)
@@ -213,8 +213,7 @@ class Layout:
 
     @property
     def tensor_map(self) -> tuple[Any, ...]:
-        """As :attr:`alias_tensor_map` with axes counted from the right of the mesh shape, -1 for a dim that is not cut.
-        """
+        """As :attr:`alias_tensor_map` with axes counted from the right of the mesh shape, -1 for a dim that is not cut."""
         last = self.mesh.ndim - 1
         return tuple(
             -1 if not axes else last - axes[0] if len(axes) == 1 else tuple(last - axis for axis in axes)
@@ -244,19 +243,18 @@ class Layout:
             init_backend=False,
         )
         cuts = data["cuts"]
-        return cls._intern(
-            mesh, None if cuts is None else tuple(tuple(axes) for axes in cuts), tuple(data["partials"])
-        )
+        return cls._intern(mesh, None if cuts is None else tuple(tuple(axes) for axes in cuts), tuple(data["partials"]))
 
     # ---------------------------------------------------------------- who holds what
 
     def local_region(self, shape: Sequence[int], coordinate: Sequence[int] | None = None) -> tuple[Shape, Shape]:
-        """Shape and global offset of the part at ``coordinate`` (this rank's own when None) of a tensor of ``shape``.
-        """
+        """Shape and global offset of the part at ``coordinate`` (this rank's own when None) of a tensor of ``shape``."""
         if coordinate is None:
             coordinate = self.mesh.get_coordinate()
             if coordinate is None:
-                raise RuntimeError(f"rank {self.mesh.get_rank()} is not part of {self.mesh}, so it holds no part of {self}")
+                raise RuntimeError(
+                    f"rank {self.mesh.get_rank()} is not part of {self.mesh}, so it holds no part of {self}"
+                )
         key = (tuple(shape), tuple(coordinate))
         region = self._regions.get(key)
         if region is None:
@@ -344,15 +342,16 @@ def _check(mesh: DeviceMesh, dim_axes: DimAxes | None, partials: Partials) -> No
             if not 0 <= axis < mesh.ndim:
                 raise ValueError(f"axis {axis} cuts dim {dim}, but {mesh} has {mesh.ndim} axes")
             if axis in used:
-                raise ValueError(f"axis {mesh.axis_label(axis)!r} of {mesh} cuts dim {used[axis]} and dim {dim}: use it once")
+                raise ValueError(
+                    f"axis {mesh.axis_label(axis)!r} of {mesh} cuts dim {used[axis]} and dim {dim}: use it once"
+                )
             if partials[axis] is not None:
                 raise ValueError(
-                    f"axis {mesh.axis_label(axis)!r} of {mesh} cuts dim {dim} and has a pending {partials[axis]}: choose one"
+                    f"axis {mesh.axis_label(axis)!r} of {mesh} cuts dim {dim} and has a pending {partials[axis]}: "
+                    "choose one"
                 )
             used[axis] = dim
 
 
 def _device_type() -> str:
-    from hyper_parallel.platform import get_platform
-
     return get_platform().get_device_type()

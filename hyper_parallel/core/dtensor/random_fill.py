@@ -1,12 +1,12 @@
-"""Random blocks of distributed tensors: each rank makes its own part of the one random tensor; see ``docs/random.md``.
-"""
+"""Random blocks of distributed tensors: each rank makes its own part of the one random tensor; see ``docs/random.md``."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from hyper_parallel.core.dtensor import random_state, random_values
+from hyper_parallel.core.dtensor import random_values
 from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.dtensor.random_draws import next_draw
 from hyper_parallel.core.dtensor.random_state import Draw
 from hyper_parallel.core.dtensor.random_stream import Region
 from hyper_parallel.platform import get_platform
@@ -45,10 +45,8 @@ def random_block(
 def fill_random_(tensor: Any, kind: str, **parameters: Any) -> Any:
     """Overwrite a DTensor with random values, in place; the tensor."""
     platform = get_platform()
-    draw = random_state.next_draw()
+    draw = next_draw()
     shape = tuple(tensor.shape)
     block = random_block(kind, parameters, draw, tensor.layout, shape, tensor.dtype, tensor.device)
     platform.fill_block(tensor, block)
     return tensor
-
-

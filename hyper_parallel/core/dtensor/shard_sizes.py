@@ -88,7 +88,11 @@ def gather_global_shape(local_tensor: Any, layout: Layout) -> tuple[int, ...]:
     }
     shapes = {coordinate: answer[0] for coordinate, answer in by_coordinate.items()}
     if any(len(shape) != layout.ndim for shape in shapes.values()) or len({a[1] for a in answers}) > 1:
-        raise ValueError(f"from_local under {layout}: the ranks' blocks differ in dims or dtype: {_listed(layout, by_coordinate)}")
+        dtypes = ", ".join(sorted({answer[1] for answer in answers}))
+        raise ValueError(
+            f"from_local under {layout}: the ranks' blocks differ in dims or dtype "
+            f"({_listed(layout, by_coordinate)}; {dtypes})"
+        )
     global_shape = []
     for dim, axes in enumerate(layout.cuts):
         line = {c: s[dim] for c, s in shapes.items() if all(c[a] == 0 for a in range(mesh.ndim) if a not in axes)}
@@ -96,8 +100,8 @@ def gather_global_shape(local_tensor: Any, layout: Layout) -> tuple[int, ...]:
     result = tuple(global_shape)
     if any(layout.local_shape(result, coordinate) != shape for coordinate, shape in shapes.items()):
         raise ValueError(
-            f"from_local under {layout}: no tensor is cut into these blocks ({_listed(layout, by_coordinate)}). Together "
-            f"they give {result}, which is cut into blocks of "
+            f"from_local under {layout}: no tensor is cut into these blocks ({_listed(layout, by_coordinate)}). "
+            f"Together they give {result}, which is cut into blocks of "
             f"{', '.join(str(layout.local_shape(result, c)) for c in shapes)}; move rows between the ranks to match"
         )
     _check_replicas(layout, by_coordinate)
@@ -126,7 +130,9 @@ def _check_replicas(layout: Layout, by_coordinate: dict[Any, Any]) -> None:
         first = tuple(0 if axis in copying else place for axis, place in enumerate(coordinate))
         if answer[2] != by_coordinate[first][2]:
             ranks = [int(layout.mesh.mesh[c]) for c in (first, coordinate)]
-            raise ValueError(f"from_local under {layout}: ranks {ranks[0]} and {ranks[1]} should hold equal values and do not")
+            raise ValueError(
+                f"from_local under {layout}: ranks {ranks[0]} and {ranks[1]} should hold equal values and do not"
+            )
 
 
 def _listed(layout: Layout, by_coordinate: dict[Any, Any]) -> str:

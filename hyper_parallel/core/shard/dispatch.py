@@ -18,9 +18,10 @@ from hyper_parallel.core.dtensor.distributed_tensor import DTensor
 from hyper_parallel.core.dtensor.skip_dispatch import is_skipped, skipping
 from hyper_parallel.core.shard import rules
 from hyper_parallel.core.shard.gather_fallback import run_gathered
+from hyper_parallel.core.shard.mixing import MixedTensorsError
 from hyper_parallel.core.shard.plan_call import PlannedCall, plan_call
 from hyper_parallel.core.shard.random_ops import RANDOM_BODIES, RANDOM_OPS
-from hyper_parallel.core.shard.rule_table import find_rule, ignores_scalars
+from hyper_parallel.core.shard.rule_table import depends_on_dtypes, find_rule, ignores_scalars
 from hyper_parallel.core.shard.special_ops import SPECIAL_OPS
 from hyper_parallel.platform import get_platform
 
@@ -31,6 +32,7 @@ Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 _handlers: dict[Callable[..., Any], Handler | None] = {}
 _numbers_left_out: set[Callable[..., Any]] = set()
+_dtypes_put_in: set[Callable[..., Any]] = set()
 _calls: dict[tuple[Any, ...], PlannedCall | None] = {}
 _lock = threading.Lock()
 
@@ -56,6 +58,8 @@ def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     for name, value in kwargs.items():
         key.append(name)
         _add_to_key(key, value, numbers)
+    if func in _dtypes_put_in:
+        _add_dtypes(key, (args, *kwargs.values()))
     try:
         planned = _calls[tuple(key)]
     except KeyError:
@@ -92,6 +96,14 @@ def _add_to_key(key: list[Any], value: Any, numbers: bool) -> None:
         key.append(value)
 
 
+def _add_dtypes(key: list[Any], value: Any) -> None:
+    if isinstance(value, DTensor):
+        key.append(value.dtype)
+    elif type(value) is tuple or type(value) is list:
+        for item in value:
+            _add_dtypes(key, item)
+
+
 def _find_handler(func: Callable[..., Any]) -> Handler | None:
     name = _platform.get_op_name(func)
     if _platform.is_framework_service(func):
@@ -102,9 +114,11 @@ def _find_handler(func: Callable[..., Any]) -> Handler | None:
         return lambda func, args, kwargs: random_op(*args, **kwargs)
     if name in SPECIAL_OPS:
         return SPECIAL_OPS[name]
-    if find_rule(name) is not None:
+    if find_rule(name, func) is not None:
         if ignores_scalars(name):
             _numbers_left_out.add(func)
+        if depends_on_dtypes(name):
+            _dtypes_put_in.add(func)
         return None
     return _without_rule
 
@@ -116,9 +130,25 @@ def _run_service(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
 
 def _without_rule(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     body = _platform.body_of(func)
-    if body is not None:
+    if body is None or func in _running.bodies:
+        return run_gathered(func, args, kwargs)
+    _running.bodies.append(func)
+    try:
         return body(*args, **kwargs)
-    return run_gathered(func, args, kwargs)
+    except MixedTensorsError:  # the body makes plain tensors of its own
+        return run_gathered(func, args, kwargs)
+    finally:
+        _running.bodies.pop()
+
+
+class _Running(threading.local):
+    """The functions whose bodies this thread is running; one that comes up again has led back to itself."""
+
+    def __init__(self) -> None:
+        self.bodies: list[Callable[..., Any]] = []
+
+
+_running = _Running()
 
 
 rules.load()

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from hyper_parallel.core.dtensor import random_state
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
+from hyper_parallel.core.shard.mixing import refuse_plain, same_mesh
+from hyper_parallel.core.shard.random_ops import DRAWS_ON_THE_WHOLE
 from hyper_parallel.core.shard.strict_mode import check_gathering
 from hyper_parallel.platform import get_platform
 
@@ -14,8 +17,9 @@ _platform = get_platform()
 
 
 def run_gathered(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``func`` on the whole values; results are whole on every rank, tensors that ``func`` wrote into keep their
-    layout.
+    """``func`` on the whole values; results are whole on every rank, what ``func`` wrote into keeps its layout.
+
+    Sparse results stay plain: they are whole on every rank.
     """
     gathered: dict[int, tuple[DTensor, Any, int]] = {}
     mesh: DeviceMesh | None = None
@@ -24,23 +28,13 @@ def run_gathered(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     def whole(value: Any) -> Any:
         nonlocal mesh
         if isinstance(value, DTensor):
-            if mesh is None:
-                mesh = value.device_mesh
-            elif mesh != value.device_mesh:
-                raise ValueError(
-                    f"{name}: the tensors lie on different meshes, {mesh} and {value.device_mesh}; redistribute one of
-                    them"
-                )
+            mesh = same_mesh(name, mesh, value)
             if id(value) not in gathered:
                 full = value.full_tensor()
                 full = full.clone() if value.layout.is_replicated else full
                 gathered[id(value)] = (value, full, full._version)
             return gathered[id(value)][1]
-        if _platform.is_tensor(value) and value.ndim > 0:
-            raise TypeError(
-                f"{name}: a plain tensor of shape {tuple(value.shape)} meets a distributed one; turn it into one with "
-                "distribute_tensor (every rank holds the whole) or DTensor.from_local (every rank holds its block)"
-            )
+        refuse_plain(name, value)
         return value
 
     layouts = []
@@ -50,10 +44,17 @@ def run_gathered(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     check_gathering(name, layouts, "it has no rule")
     plain_args = _platform.tree_map(whole, args)
     plain_kwargs = _platform.tree_map(whole, kwargs)
-    result = func(*plain_args, **plain_kwargs)
+    if name.rstrip("_") in DRAWS_ON_THE_WHOLE:
+        with _platform.seeded(*random_state.next_draw()):
+            result = func(*plain_args, **plain_kwargs)
+    else:
+        result = func(*plain_args, **plain_kwargs)
     written = {}
     for tensor, full, version in gathered.values():
-        if full._version != version:
+        if tuple(full.shape) != tuple(tensor.shape):  # an out= that was resized
+            tensor.data = DTensor.from_local(full.detach(), mesh)
+            written[id(full)] = tensor
+        elif full._version != version:
             cut = DTensor.from_local(full, tensor.device_mesh).redistribute(tensor.device_mesh, tensor.layout)
             _platform.fill_block(tensor, cut.to_local())
             written[id(full)] = tensor
@@ -61,7 +62,7 @@ def run_gathered(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     def distributed(value: Any) -> Any:
         if id(value) in written:
             return written[id(value)]
-        if _platform.is_tensor(value) and not isinstance(value, DTensor):
+        if _platform.is_dense_tensor(value) and not isinstance(value, DTensor):
             return DTensor.from_local(value, mesh)
         return value
 

@@ -9,6 +9,7 @@ from hyper_parallel.core.dtensor.comm_recorder import because
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.shard_sizes import finish_checks
+from hyper_parallel.core.shard.mixing import refuse_plain, same_mesh
 from hyper_parallel.core.shard.rule_table import find_rule
 from hyper_parallel.core.shard.signature import LocalCall, OpCall, Signature, TensorSpec
 from hyper_parallel.core.shard.strategy import Choice, choose
@@ -24,25 +25,21 @@ Path = tuple[Any, ...]  # where a tensor is among the arguments: position or key
 def plan_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlannedCall | None:
     """The plan for calls like this one; None when no rule covers it."""
     name = _platform.get_op_name(func)
-    rule = find_rule(name)
+    rule = find_rule(name, func)
     if rule is None or kwargs.get("out") is not None:
         return None
     paths: list[Path] = []
     found: list[DTensor] = []
     _collect(name, (*args, *kwargs.values()), [*range(len(args)), *kwargs], paths, found)
-    mesh = found[0].device_mesh
+    mesh = None
     for tensor in found:
-        if tensor.device_mesh is not mesh and tensor.device_mesh != mesh:
-            raise ValueError(
-                f"{name}: the tensors lie on different meshes, {mesh} and {tensor.device_mesh}; redistribute one of
-                them"
-            )
+        mesh = same_mesh(name, mesh, tensor)
     call = _describe(func, name, args, kwargs, found)
-    signature = rule(call)
-    if signature is None:
+    signature = None if call is None else rule(call)
+    if call is None or signature is None:
         return None
     in_place = name.endswith("_") and not name.endswith("__")
-    choice = choose(call, signature, 0 if in_place else None)
+    choice = choose(call, signature, 0 if in_place else signature.writes)
     if choice is None:
         layouts = ", ".join(str(spec.layout) for spec in call.tensors)
         raise RuntimeError(
@@ -65,16 +62,14 @@ def _collect(name: str, values: Any, keys: Any, paths: list[Path], found: list[D
             found.append(value)
         elif isinstance(value, (list, tuple)):
             _collect(name, value, range(len(value)), paths, found, (*prefix, key))
-        elif _platform.is_tensor(value) and value.ndim > 0:
-            raise TypeError(
-                f"{name}: a plain tensor of shape {tuple(value.shape)} meets a distributed one; turn it into one with "
-                "distribute_tensor (every rank holds the whole) or DTensor.from_local (every rank holds its block)"
-            )
+        else:
+            refuse_plain(name, value)
 
 
 def _describe(
     func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any], found: list[DTensor]
-) -> OpCall:
+) -> OpCall | None:
+    """The call in a rule's terms; None when the shapes of its results depend on values."""
     specs = {id(tensor): TensorSpec(tensor._layout, tuple(tensor._global_shape), tensor.dtype) for tensor in found}
 
     def spec(value: Any) -> Any:
@@ -83,6 +78,8 @@ def _describe(
     try:
         outputs = _platform.output_shapes(func, args, kwargs)
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        if _platform.depends_on_values(error):
+            return None
         inputs = ", ".join(f"{tuple(t._global_shape)} under {t._layout}" for t in found)
         raise type(error)(f"{name} on distributed tensors of global shape {inputs}: {error}") from error
     return OpCall(
@@ -107,8 +104,10 @@ class PlannedCall:
         "output_layouts",
         "output_shapes",
         "paths",
+        "rewritten",
         "shapes",
         "wrap",
+        "writes",
     )
 
     def __init__(self, name: str, paths: list[Path], call: OpCall, signature: Signature, choice: Choice) -> None:
@@ -116,6 +115,7 @@ class PlannedCall:
         self.paths = paths
         self.choice = choice
         self.local = signature.local
+        self.writes = signature.writes is not None or (name.endswith("_") and not name.endswith("__"))
         self.shapes = tuple(spec.shape for spec in call.tensors)
         # (path, wanted layout, axes to vary along, whether it must move) of the arguments that do not go in as they are
         self.changes = [
@@ -126,7 +126,14 @@ class PlannedCall:
         self.moves = any(change[3] for change in self.changes)
         self.output_layouts = choice.outputs
         self.output_shapes = tuple(_platform.list_to_size(shape) for shape in call.outputs)
-        self.is_direct = not self.changes and self.local is None
+        self.rewritten = None
+        if signature.rewrite is not None:
+            self.rewritten = signature.rewrite(self._local_call(None, call.args, call.kwargs))
+        if signature.needs_local is not None and not signature.needs_local(
+            self._local_call(None, call.args, call.kwargs)
+        ):
+            self.local = None
+        self.is_direct = not self.changes and self.local is None and self.rewritten is None
         self.wrap = _platform.result_wrapper(DTensor, self.output_layouts, self.output_shapes)
 
     def __call__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -139,22 +146,32 @@ class PlannedCall:
                 args, kwargs = because(f"implicit for {self.name}", self._change, args, kwargs)
             else:
                 args, kwargs = self._change(args, kwargs)
+        if self.rewritten is not None:
+            other, rest, keywords = self.rewritten
+            first = args[0] if args else kwargs["input"]
+            return self.wrap(other or func, (first, *rest), keywords)
         if self.local is None:
             return self.wrap(func, args, kwargs)
-        plain_args, plain_kwargs = _platform.blocks_of(args, kwargs)
-        call = LocalCall(
+        written = args[0] if self.writes else None
+        call = self._local_call(func, *_platform.blocks_of(args, kwargs), written)
+        local = self.local
+        return self.wrap(lambda *a, **k: because(f"inside {self.name}", local, call), (), {})
+
+    def _local_call(
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], written: Any = None
+    ) -> LocalCall:
+        return LocalCall(
             func,
-            plain_args,
-            plain_kwargs,
+            args,
+            kwargs,
             self.choice.inputs[0].mesh,
             self.choice.axes,
             self.choice.inputs,
             self.output_layouts,
             self.shapes,
             self.output_shapes,
+            written,
         )
-        local = self.local
-        return self.wrap(lambda *a, **k: because(f"inside {self.name}", local, call), (), {})
 
     def _change(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         new_args, new_kwargs = list(args), dict(kwargs)

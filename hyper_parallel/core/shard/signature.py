@@ -61,6 +61,9 @@ class LocalCall:
     outputs: tuple[Layout, ...]
     input_shapes: tuple[Shape, ...]  # global
     output_shapes: tuple[Shape, ...]  # global
+    # The tensor that the operator changes, itself: write into it with operators of the framework and return it. Its
+    # ``.shape`` is global; the block in ``args`` is an alias that need not share its gradient history.
+    written: Any = None
 
     def local_output_shape(self, index: int = 0) -> Shape:
         """The shape of this rank's block of an output."""
@@ -89,6 +92,11 @@ class Signature:
     that ``local`` communicates itself. Letters in ``even`` may only be cut into equal parts. ``linear`` lists sets of
     inputs that may be pending sums together, all other inputs being whole: ``add`` has ({0, 1},), ``mul`` ({0}, {1}).
     ``local(call)`` replaces the plain call, where arguments must change or blocks must communicate.
+    Letters in ``divisors`` may only be cut into a number of parts that divides the number given there. ``writes`` is 0
+    when the operator changes its first argument without returning it, as ``x[i] = y`` does. ``rewrite(call)``, for
+    operators on one tensor that comes first, gives the function (None: the same), the other arguments and the keywords
+    for the blocks; it is asked once per plan, with specs in place of tensors, so the call costs no more than a plain one.
+    ``needs_local(call)``, asked likewise, says whether ``local`` is needed on this rank; without it, it always is.
     """
 
     inputs: tuple[Labels, ...]
@@ -98,6 +106,10 @@ class Signature:
     even: frozenset[str] = frozenset()
     linear: tuple[frozenset[int], ...] = ()
     local: Callable[[LocalCall], Any] | None = None
+    divisors: Mapping[str, int] = field(default_factory=dict)
+    writes: int | None = None
+    rewrite: Callable[[LocalCall], tuple[Any, tuple[Any, ...], dict[str, Any]]] | None = None
+    needs_local: Callable[[LocalCall], bool] | None = None
 
 
 def letters(count: int, start: int = 0) -> Labels:

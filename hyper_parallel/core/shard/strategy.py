@@ -53,8 +53,9 @@ def _assignments(call: OpCall, signature: Signature) -> Iterator[dict[str, tuple
             options = candidates.setdefault(letter, [()])
             for length in range(1, len(axes) + 1):
                 option = axes[:length]
-                uneven = size % math.prod(mesh_shape[axis] for axis in option)
-                if option not in options and not (letter in signature.even and uneven):
+                parts = math.prod(mesh_shape[axis] for axis in option)
+                uneven = (letter in signature.even and size % parts) or signature.divisors.get(letter, 0) % parts
+                if option not in options and not uneven:
                     options.append(option)
     names = list(candidates)
     for picked in itertools.product(*candidates.values()):
@@ -82,7 +83,7 @@ def _complete(call: OpCall, signature: Signature, axes: LetterAxes, kept: int | 
         Layout.of(mesh, _cuts(labels, axes), _pending_output(signature, labels, axes, pending))
         for labels in signature.outputs
     )
-    if kept is not None and (inputs[kept] is not call.tensors[kept].layout or outputs[0] is not inputs[kept]):
+    if kept is not None and any(layout is not call.tensors[kept].layout for layout in (inputs[kept], *outputs[:1])):
         return None
     cost = 0.0
     for spec, target in zip(call.tensors, inputs, strict=True):

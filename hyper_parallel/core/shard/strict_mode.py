@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -20,7 +21,7 @@ class _Strict(threading.local):
 
 
 _strict = _Strict()
-_warned: set[str] = set()
+gathered_ops: Counter[str] = Counter()  # how often each operator ran by gathering in this process
 
 
 @contextmanager
@@ -45,8 +46,8 @@ def check_gathering(name: str, layouts: list[Any], reason: str) -> None:
             f"{name} at {where} has no sharding rule for {inputs} ({reason}), and strict mode forbids to gather; "
             f"redistribute its inputs to Replicate(), or register a rule for {name!r}"
         )
-    if name not in _warned:
-        _warned.add(name)
+    gathered_ops[name] += 1
+    if gathered_ops[name] == 1:
         warnings.warn(
             f"{name} at {where} runs by gathering its inputs ({inputs}): {reason}. The result is right, but every rank "
             f"computes all of it; register a rule for {name!r} to keep it cut",

@@ -47,7 +47,7 @@ def gather_blocks(
         if even and positions is None:
             if dim == 0:
                 return gathered.flatten(0, 1)
-            return gathered.movedim(0, dim).flatten(dim, dim + 1)
+            return gathered.movedim(0, dim).flatten(dim, dim + 1).contiguous()
         order = range(num_blocks) if positions is None else positions
         return torch.cat([gathered[place].narrow(dim, 0, size) for place, size in zip(order, sizes, strict=True)], dim)
 

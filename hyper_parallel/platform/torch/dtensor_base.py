@@ -13,6 +13,8 @@ costs microseconds, a property a fraction of one.
 
 from __future__ import annotations
 
+import copy
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +25,9 @@ import torch
 _NoInterception = torch._C.DisableTorchFunctionSubclass
 
 _dispatch: Callable[..., Any] | None = None
+
+# Functions about the autograd graph and not about values: they are not dispatched. Filled by ``dtensor_gradients``.
+graph_functions: dict[Callable[..., Any], Callable[..., Any]] = {}
 
 
 def set_dispatcher(dispatch: Callable[..., Any]) -> None:
@@ -46,6 +51,10 @@ def _attribute(name: str, settable: bool = False) -> property:
     return property(get, put if settable else None)
 
 
+# Of a DTensor's attributes: those that a copy has of its own, or must not have (edges of the graph it is in).
+_NOT_COPIED = frozenset({"_layout", "_global_shape", "_edges", "_gathered_from"})
+
+
 class DTensorBase(torch.Tensor):
     """A tensor with a layout; see Note [A DTensor is its local tensor]."""
 
@@ -55,6 +64,8 @@ class DTensorBase(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert _dispatch is not None
+        if func in graph_functions:
+            return graph_functions[func](*args, **(kwargs or {}))
         return _dispatch(func, args, kwargs or {})
 
     dtype = _attribute("dtype")
@@ -79,6 +90,12 @@ class DTensorBase(torch.Tensor):
         return self.dtype.is_complex
 
     @property
+    def layout(self) -> Any:  # type: ignore[override]
+        """Where the data lies. PyTorch's own code, which asks whether a tensor is dense or sparse, is told: dense."""
+        asking = sys._getframe(1).f_globals.get("__name__", "")
+        return torch.strided if asking.startswith("torch.") else self._layout
+
+    @property
     def shape(self) -> torch.Size:  # type: ignore[override]
         """The global shape."""
         return self._global_shape
@@ -95,7 +112,7 @@ class DTensorBase(torch.Tensor):
     @grad.setter
     def grad(self, value: Any) -> None:
         if value is not None:
-            value = self._check_gradient(value)
+            value = self.lawful_gradient(value)
         with _NoInterception():
             torch.Tensor.grad.__set__(self, value)  # type: ignore[attr-defined]
 
@@ -114,19 +131,20 @@ class DTensorBase(torch.Tensor):
     def data(self, value: Any) -> None:
         if not isinstance(value, DTensorBase):
             raise TypeError(
-                f"the data of a distributed tensor of shape {tuple(self._global_shape)} can only be set to a distributed "
-                f"tensor, got {type(value).__name__}; use distribute_tensor or from_local"
+                f"the data of a distributed tensor of shape {tuple(self._global_shape)} can only be set to a "
+                f"distributed tensor, got {type(value).__name__}; use distribute_tensor or from_local"
             )
         with _NoInterception():
             torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
         self._layout = value._layout
         self._global_shape = value._global_shape
 
-    def _check_gradient(self, value: Any) -> Any:
+    def lawful_gradient(self, value: Any) -> Any:
+        """``value`` in the layout that a gradient of this tensor has; an error when it cannot be one."""
         if not isinstance(value, DTensorBase):
             raise TypeError(
-                f"the gradient of a distributed tensor of shape {tuple(self._global_shape)} must be a distributed tensor, "
-                f"got {type(value).__name__}; use distribute_tensor or from_local"
+                f"the gradient of a distributed tensor of shape {tuple(self._global_shape)} must be a distributed "
+                f"tensor, got {type(value).__name__}; use distribute_tensor or from_local"
             )
         wanted = self._layout.gradient()
         if value._global_shape != self._global_shape:
@@ -145,8 +163,8 @@ class DTensorBase(torch.Tensor):
                 return None
             if not isinstance(changed, DTensorBase) or changed._global_shape != shape:
                 raise TypeError(
-                    f"the hook of a distributed tensor of shape {tuple(shape)} must return a distributed tensor of that "
-                    f"shape or None, got {type(changed).__name__}"
+                    f"the hook of a distributed tensor of shape {tuple(shape)} must return a distributed tensor of "
+                    f"that shape or None, got {type(changed).__name__}"
                 )
             if changed._layout is not layout:
                 changed = changed.redistribute(layout.mesh, layout)
@@ -159,15 +177,7 @@ class DTensorBase(torch.Tensor):
         self, gradient: Any = None, retain_graph: bool | None = None, create_graph: bool = False, inputs: Any = None
     ) -> None:
         """As for a plain tensor: a whole or pending loss is seeded with 1, other tensors need a ``gradient``."""
-        if gradient is not None:
-            gradient = self._check_gradient(gradient)
-        elif self._global_shape.numel() != 1:
-            raise RuntimeError(
-                f"grad can be implicitly created only for scalar outputs, not for one of shape {tuple(self._global_shape)}"
-            )
-        with _NoInterception():
-            seed = torch.ones_like(torch.Tensor.detach(self)) if gradient is None else torch.Tensor.detach(gradient)
-            torch.autograd.backward(self, seed, retain_graph, create_graph, inputs=inputs)
+        torch.autograd.backward(self, gradient, retain_graph, create_graph, inputs=inputs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) in memo:
@@ -181,8 +191,8 @@ class DTensorBase(torch.Tensor):
         copied = as_dtensor(type(self), plain, self._layout, self._global_shape)
         copied.requires_grad = self.requires_grad
         memo[id(self)] = copied
-        if isinstance(self, torch.nn.Parameter):
-            copied._is_param = True
+        own = {name: value for name, value in self.__dict__.items() if name not in _NOT_COPIED}
+        copied.__dict__.update(copy.deepcopy(own, memo))
         if self.grad is not None:
             copied.grad = self.grad.__deepcopy__(memo)
         return copied
@@ -192,30 +202,20 @@ class DTensorBase(torch.Tensor):
             plain = torch.Tensor.detach(self)
         is_param = isinstance(self, torch.nn.Parameter)
         layout = self._layout.to_dict()
-        return rebuild_dtensor, (plain, layout, tuple(self._global_shape), self.requires_grad, is_param)
+        return _rebuild, (plain, layout, tuple(self._global_shape), self.requires_grad, is_param)
 
 
-def rebuild_dtensor(
-    plain: torch.Tensor, layout: dict[str, Any], shape: tuple[int, ...], requires_grad: bool, is_param: bool
-) -> Any:
-    """A DTensor from its pickled parts; the mesh comes by description, so no process group is needed."""
-    rebuilt = _rebuilder(plain, layout, shape)
-    rebuilt.requires_grad = requires_grad
-    if is_param:
-        rebuilt._is_param = True
-    return rebuilt
-
-
-_rebuilder: Callable[..., Any]
+_rebuild: Callable[..., Any]
 
 
 def set_rebuilder(rebuild: Callable[..., Any]) -> None:
-    """Let ``rebuild(local, layout_dict, shape)`` make DTensors of pickled parts."""
-    global _rebuilder
-    _rebuilder = rebuild
+    """Let ``rebuild(local, layout_dict, shape, requires_grad, is_param)`` make DTensors of pickled parts.
 
-
-torch.serialization.add_safe_globals([rebuild_dtensor])
+    It must be a function of a module: pickles name it, and loading one imports its module.
+    """
+    global _rebuild
+    _rebuild = rebuild
+    torch.serialization.add_safe_globals([rebuild])
 
 
 def as_dtensor(kind: type, plain: torch.Tensor, layout: Any, shape: Any) -> Any:

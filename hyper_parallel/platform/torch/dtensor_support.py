@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 
-from hyper_parallel.platform.torch import collectives
-from hyper_parallel.platform.torch.dtensor_base import DTensorBase, _NoInterception, as_dtensor, detached, local_alias
+from hyper_parallel.platform.torch import collectives, dtensor_gradients
+from hyper_parallel.platform.torch.dtensor_base import (
+    DTensorBase,
+    _NoInterception,
+    as_dtensor,
+    detached,
+    graph_functions,
+    local_alias,
+)
 from hyper_parallel.platform.torch.groups import get_process_group_ranks
 from hyper_parallel.platform.torch.tensors import get_op_name, tensor_to_numpy, tree_map
+
+graph_functions.update(
+    {torch.autograd.backward: dtensor_gradients.backward, torch.autograd.grad: dtensor_gradients.grad}
+)
 
 
 def needs_grad(tensor: torch.Tensor) -> bool:
@@ -50,9 +62,9 @@ def digest(tensor: torch.Tensor) -> int:
     return zlib.crc32(np.ascontiguousarray(tensor_to_numpy(tensor)).tobytes())
 
 
-def as_parameter(tensor: Any) -> torch.nn.Parameter:
-    """The DTensor as a module's parameter."""
-    return torch.nn.Parameter(tensor, requires_grad=tensor.requires_grad)
+def as_parameter(tensor: Any, requires_grad: bool | None = None) -> torch.nn.Parameter:
+    """The DTensor as a module's parameter; it needs a gradient as ``tensor`` does, unless said otherwise."""
+    return torch.nn.Parameter(tensor, requires_grad=tensor.requires_grad if requires_grad is None else requires_grad)
 
 
 def fill_block(tensor: torch.Tensor, values: torch.Tensor) -> None:
@@ -61,17 +73,48 @@ def fill_block(tensor: torch.Tensor, values: torch.Tensor) -> None:
         torch.Tensor.copy_(tensor, values)
 
 
-def convert(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-    """``Tensor.to`` on the block; the layout stays, but a pending reduction is done before a cast to integers or bool.
+def replace_block(tensor: torch.Tensor, block: torch.Tensor) -> None:
+    """Let the DTensor have ``block``, of the same shape, for its memory; its place in the graph stays."""
+    with _NoInterception():
+        torch.Tensor.data.__set__(tensor, block)  # type: ignore[attr-defined]
+
+
+def rng_fingerprint() -> int:
+    """A random number from PyTorch's CPU generator: it tells the generator's states apart, and moves it on.
+
+    Where recompute has put the generator back, the same numbers come again.
     """
+    return int(torch.randint(-(2**63), 2**63 - 1, ()).item())
+
+
+def is_in_backward() -> bool:
+    """Whether this thread is running a backward pass, where recompute happens."""
+    # Private; PyTorch's own checkpointing asks it, and there is no public question.
+    return torch._C._current_graph_task_id() != -1
+
+
+def convert(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    """``Tensor.to`` on the block; the layout stays, but a reduction that the conversion would change is done before."""
     with _NoInterception():
         converted = torch.Tensor.to(tensor, *args, **kwargs)
     if converted is tensor:
         return tensor
     layout = tensor._layout
-    if layout.has_partial and tensor.dtype.is_floating_point and not converted.dtype.is_floating_point:
+    if any(op and not _passes(op, tensor.dtype, converted.dtype) for op in layout.partials):
         return convert(tensor.reduce_partial(), *args, **kwargs)
     return as_dtensor(type(tensor), converted, layout, tensor._global_shape)
+
+
+def _passes(op: str, source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether the reduction of converted summands is the conversion of the reduction, up to rounding."""
+    if source is target:
+        return True
+    if target is torch.bool or op in ("all", "any"):
+        return False
+    if op in ("sum", "avg"):
+        is_exact = source is not torch.bool and not source.is_floating_point and not source.is_complex
+        return is_exact or target.is_floating_point or target.is_complex
+    return source.is_floating_point and target.is_floating_point
 
 
 def replicate_plain_tensors(module: torch.nn.Module, distribute: Callable[[torch.Tensor], Any]) -> None:
@@ -126,6 +169,24 @@ def observe_collectives(tell: Callable[[str, list[int], Any, str, int, bool], No
     return lambda: collectives.observers.remove(observer)
 
 
+@contextmanager
+def seeded(seed: int, number: int) -> Iterator[None]:
+    """Inside, PyTorch's own generator starts from a state that the two numbers give, the same on every rank."""
+    with torch.random.fork_rng():
+        torch.manual_seed((seed * 0x9E3779B97F4A7C15 + number) % 2**63)
+        yield
+
+
+def is_dense_tensor(value: Any) -> bool:
+    """Whether ``value`` is a tensor with one memory cell per element."""
+    return isinstance(value, torch.Tensor) and torch.Tensor.layout.__get__(value) is torch.strided  # type: ignore[attr-defined]
+
+
+def is_intercepted(func: Callable[..., Any]) -> bool:
+    """Whether calling ``func`` with DTensors leads to the dispatcher by itself: operators registered with the library."""
+    return isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))  # these types have no public name
+
+
 # Bookkeeping that means the same for a block as for a plain tensor.
 _SERVICES = frozenset(
     {
@@ -155,11 +216,17 @@ __all__ = [
     "fill_block",
     "from_numpy",
     "index_tensor",
+    "is_dense_tensor",
     "is_framework_service",
+    "is_in_backward",
+    "is_intercepted",
     "needs_grad",
     "observe_collectives",
     "register_forward_hook",
+    "replace_block",
     "replicate_plain_tensors",
+    "seeded",
+    "rng_fingerprint",
     "to_device",
     "wrap_result",
 ]

@@ -24,6 +24,7 @@ ranks did not, when the timeout is over).
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import os
 import threading
@@ -61,6 +62,7 @@ connecting: dict[dist.ProcessGroup, _Connection] = {}
 on_destroy: list[Callable[[dist.ProcessGroup], None]] = []
 
 _CONNECT_TAG = 2**31 - 1
+_STOP_SECONDS = 3.0
 _GLOO_LAZY = "TORCH_GLOO_LAZY_INIT"
 _creation_lock = threading.Lock()
 _num_times_made: dict[tuple[int, ...], int] = {}
@@ -138,10 +140,10 @@ def destroy_process_group(group: Any = None) -> None:
     for ranks, known in list(EXISTING_COMM_GROUPS.items()):
         if everything or known is leaving:
             del EXISTING_COMM_GROUPS[ranks]
-    for connected, connection in list(connecting.items()):
-        if everything or connected is leaving:
-            connection.cancelled.set()
-            connecting.pop(connected, None)
+    if everything:
+        _stop_connecting(list(connecting))
+    else:
+        _stop_connecting([leaving])
     for forget in on_destroy:
         forget(leaving)
     if everything:
@@ -362,6 +364,21 @@ def wait_until_connected(group: dist.ProcessGroup) -> None:
             raise RuntimeError(connection.error)
 
 
+def _stop_connecting(stopped: list[dist.ProcessGroup]) -> None:
+    """End the threads of these groups: those whose members are all there are done in a moment, the others give up."""
+    found = [connecting.pop(group, None) for group in stopped]
+    connections = [connection for connection in found if connection is not None]
+    for connection in connections:
+        connection.cancelled.set()
+    end = time.monotonic() + _STOP_SECONDS
+    for connection in connections:
+        connection.thread.join(max(0.0, end - time.monotonic()))
+
+
+# A thread that is still in a call of torch when the interpreter ends would bring the process down with it.
+atexit.register(lambda: _stop_connecting(list(connecting)))
+
+
 class _Connection:
     """The thread that connects one new group to its members as they come."""
 
@@ -369,10 +386,9 @@ class _Connection:
         self.finished = threading.Event()
         self.cancelled = threading.Event()
         self.error: str | None = None
+        self.thread = threading.Thread(target=self._run, args=(group, store, ranks, timeout), daemon=True)
         store.set(_created_key(group.rank()), b"1")
-        threading.Thread(
-            target=self._run, args=(group, store, ranks, timeout), daemon=True, name=f"connect {ranks}"
-        ).start()
+        self.thread.start()
 
     def _run(self, group: dist.ProcessGroup, store: dist.Store, ranks: list[int], timeout: timedelta) -> None:
         try:
@@ -380,9 +396,10 @@ class _Connection:
                 _exchange_bytes(group)
                 with _creation_lock:  # The creating thread may not have entered it into the table yet.
                     connecting.pop(group, None)
+            elif self.cancelled.is_set():
+                store.delete_key(_created_key(group.rank()))
         except Exception as error:  # Raised to the user at the first use of the group.
-            if not self.cancelled.is_set():
-                self.error = self.error or f"the ranks of the group {ranks} could not be connected: {error}"
+            self.error = f"the ranks of the group {ranks} could not be connected: {error}"
         finally:
             self.finished.set()
 
@@ -391,7 +408,7 @@ class _Connection:
         end = time.monotonic() + timeout.total_seconds()
         pause = 0.0005
         while not store.check(keys):
-            if self.cancelled.wait(pause):
+            if self.cancelled.is_set():
                 return False
             if time.monotonic() > end:
                 absent = [rank for rank, key in zip(ranks, keys, strict=True) if not store.check([key])]
@@ -400,6 +417,7 @@ class _Connection:
                     f"{timeout.total_seconds():g} s; every member must call create_group({ranks})"
                 )
                 return False
+            self.cancelled.wait(pause)
             pause = min(pause * 1.5, 0.05)
         return True
 

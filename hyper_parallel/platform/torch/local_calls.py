@@ -70,6 +70,11 @@ def output_shapes(func: Callable[..., Any], args: Any, kwargs: Any) -> list[tupl
     return [tuple(item.shape) for item in results if isinstance(item, torch.Tensor)]
 
 
+def depends_on_values(error: Exception) -> bool:
+    """Whether :func:`output_shapes` failed because the shapes follow from values, which tensors without memory lack."""
+    return isinstance(error, NotImplementedError) or "meta" in str(error)
+
+
 def silenced(tensor: torch.Tensor) -> torch.Tensor:
     """Zeros that keep ``tensor`` in the graph, with a gradient of zeros."""
     return tensor.masked_fill(torch.ones_like(tensor, dtype=torch.bool), 0)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from types import FunctionType
+from types import CellType, FunctionType
 from typing import Any
 
 
@@ -42,14 +42,31 @@ class _Torch:
 
 @functools.cache
 def body_of(func: Callable[..., Any]) -> Callable[..., Any] | None:
-    """The twin of a Python-written function that does not ask to be intercepted; None for a C function."""
+    """The twin of a Python-written function that does not ask to be intercepted; None for a C function.
+
+    What the function delegates to (functions in its closure, private functions of its module) gets twins too: there the
+    question is often asked in the name of the public function, which would lead back here for ever.
+    """
     func = getattr(func, "__wrapped__", func)
-    if not isinstance(func, FunctionType):
-        return None
-    names = func.__globals__
-    changed: dict[str, Any] = {name: _no for name in names if name.startswith("has_torch_function")}
+    return _twin(func, {}) if isinstance(func, FunctionType) else None
+
+
+def _twin(func: FunctionType, made: dict[FunctionType, FunctionType]) -> FunctionType:
+    names = dict(func.__globals__)
+    for name in names:
+        if name.startswith("has_torch_function"):
+            names[name] = _no
     if "overrides" in func.__code__.co_names and "torch" in names:
-        changed["torch"] = _Torch(names["torch"])
-    twin = FunctionType(func.__code__, {**names, **changed}, func.__name__, func.__defaults__, func.__closure__)
+        names["torch"] = _Torch(names["torch"])
+    cells = tuple(CellType(cell.cell_contents) for cell in func.__closure__ or ())
+    twin = made[func] = FunctionType(func.__code__, names, func.__name__, func.__defaults__, cells)
     twin.__kwdefaults__ = func.__kwdefaults__
+    for name in func.__code__.co_names:
+        helper = names.get(name)
+        if name.startswith("_") and isinstance(helper, FunctionType) and helper.__module__ == func.__module__:
+            names[name] = made.get(helper) or _twin(helper, made)
+    for cell in cells:
+        helper = cell.cell_contents
+        if isinstance(helper, FunctionType):
+            cell.cell_contents = made.get(helper) or _twin(helper, made)
     return twin

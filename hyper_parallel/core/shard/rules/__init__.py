@@ -3,4 +3,4 @@
 
 def load() -> None:
     """Register every rule of the library."""
-    from hyper_parallel.core.shard.rules import elementwise, matmul  # noqa: F401
+    from hyper_parallel.core.shard.rules import einsum, elementwise, linalg, matmul  # noqa: F401

@@ -1,12 +1,12 @@
-"""Products of matrices: a cut inner dim leaves a pending sum."""
+"""Products of matrices: a cut inner dim leaves a pending sum, to which a further term is added once."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from hyper_parallel.core.shard.added_term import added_once
 from hyper_parallel.core.shard.rule_table import einsum_rule, rule
-from hyper_parallel.core.shard.signature import Labels, LocalCall, OpCall, Signature, letters
-from hyper_parallel.platform import get_platform
+from hyper_parallel.core.shard.signature import Labels, OpCall, Signature, broadcast_labels, letters
 
 _ALONE = (frozenset({0}), frozenset({1}))
 _SUM = {"k": "sum"}
@@ -14,52 +14,191 @@ _SUM = {"k": "sum"}
 einsum_rule("mk,kn->mn", "mm", reduces=_SUM, linear=_ALONE)
 einsum_rule("bmk,bkn->bmn", "bmm", reduces=_SUM, linear=_ALONE)
 einsum_rule("mk,k->m", "mv", reduces=_SUM, linear=_ALONE)
-einsum_rule("k,k->", "dot", "vdot", "inner", reduces=_SUM, linear=_ALONE)
+einsum_rule("k,k->", "dot", "vdot", reduces=_SUM, linear=_ALONE)
 einsum_rule("m,n->mn", "outer", linear=_ALONE)
 
 
-@rule("matmul", "rmatmul")
+def align(shape: tuple[int, ...], labels: Labels, sizes: tuple[int, ...]) -> Labels:
+    """The labels of a tensor that broadcasts to dims ``labels`` of ``sizes``; stretched dims are None."""
+    offset = len(sizes) - len(shape)
+    return tuple(labels[offset + d] if size == sizes[offset + d] else None for d, size in enumerate(shape))
+
+
+@rule("matmul")
 def matmul(call: OpCall) -> Signature:
     first, second = call.tensors[0], call.tensors[1]
-    batch_rank = max(first.ndim, second.ndim, 2) - 2
-    batch = letters(batch_rank)
-    left: Labels = ("k",) if first.ndim == 1 else ("m", "k")
-    right: Labels = ("k",) if second.ndim == 1 else ("k", "n")
-    out = (*batch, *(() if first.ndim == 1 else ("m",)), *(() if second.ndim == 1 else ("n",)))
+    left: Labels = ("K",) if first.ndim == 1 else ("M", "K")
+    right: Labels = ("K",) if second.ndim == 1 else ("K", "N")
+    batch = letters(max(first.ndim, second.ndim, 2) - 2)
     sizes = call.outputs[0][: len(batch)]
-
-    def stretched(shape: tuple[int, ...], own: Labels) -> Labels:
-        given = shape[: len(shape) - len(own)]
-        offset = batch_rank - len(given)
-        return (*(batch[offset + d] if size == sizes[offset + d] else None for d, size in enumerate(given)), *own)
-
-    relabel = {"m": "M", "k": "K", "n": "N"}
-
-    def named(labels: Labels) -> Labels:
-        return tuple(relabel.get(label, label) if label else None for label in labels)
-
-    inputs = (stretched(first.shape, named(left)), stretched(second.shape, named(right)))
-    return Signature(inputs, (named(out),), reduces={"K": "sum"}, linear=_ALONE)
+    inputs = tuple(
+        (*align(spec.shape[: spec.ndim - len(own)], batch, sizes), *own) for spec, own in ((first, left), (second, right))
+    )
+    out = (*batch, *left[:-1], *right[1:])
+    return Signature(inputs, (out,), reduces={"K": "sum"}, linear=_ALONE)
 
 
 @rule("linear")
 def linear(call: OpCall) -> Signature:
     x, weight = call.tensors[0], call.tensors[1]
     batch = letters(x.ndim - 1)
-    has_bias = len(call.tensors) > 2
     out_label: Labels = ("N",) if weight.ndim == 2 else ()
-    inputs: tuple[Labels, ...] = ((*batch, "K"), (*out_label, "K"))
-    if has_bias:
-        inputs = (*inputs, out_label)
-    local = _linear_bias_once if has_bias else None
-    return Signature(inputs, ((*batch, *out_label),), reduces={"K": "sum"}, linear=_ALONE, local=local)
+    product = ((*batch, "K"), (*out_label, "K"))
+    return _plus_term(call, 2, product, out_label, (*batch, *out_label), {"K": "sum"})
 
 
-def _linear_bias_once(call: LocalCall) -> Any:
-    """Where the product is a pending sum, the bias is added by one rank only; the others keep it in their graph."""
-    args = list(call.args)
-    kwargs = dict(call.kwargs)
-    if not call.counts_here():
-        holder, key = (args, 2) if len(args) > 2 else (kwargs, "bias")
-        holder[key] = get_platform().silenced(holder[key])  # type: ignore[index, call-overload]
-    return call.func(*args, **kwargs)
+@rule("bilinear")
+def bilinear(call: OpCall) -> Signature:
+    batch = letters(call.tensors[0].ndim - 1)
+    product = ((*batch, "I"), (*batch, "J"), ("N", "I", "J"))
+    return _plus_term(call, 3, product, ("N",), (*batch, "N"), {"I": "sum", "J": "sum"})
+
+
+def _plus_term(
+    call: OpCall, term: int, product: tuple[Labels, ...], term_labels: Labels, output: Labels, reduces: dict[str, str]
+) -> Signature:
+    """A product of ``term`` factors, with or without a term that comes behind them."""
+    alone = tuple(frozenset({factor}) for factor in range(term))
+    if len(call.tensors) == term:
+        return Signature(product, (output,), reduces=reduces, linear=alone)
+    together = tuple(frozenset({factor, term}) for factor in range(term))
+    linear_in = (*alone, *together)
+    return Signature((*product, term_labels), (output,), reduces=reduces, linear=linear_in, **added_once(term))
+
+
+_TERM_PLUS_PRODUCT = {
+    "addmm": ("mk,kn->mn", {"k": "sum"}),
+    "addmv": ("mk,k->m", {"k": "sum"}),
+    "addr": ("m,n->mn", {}),
+    "addbmm": ("bmk,bkn->mn", {"b": "sum", "k": "sum"}),
+    "baddbmm": ("bmk,bkn->bmn", {"k": "sum"}),
+}
+_FACTOR_AND_TERM = (frozenset({1}), frozenset({2}), frozenset({0, 1}), frozenset({0, 2}))
+
+
+@rule(*_TERM_PLUS_PRODUCT, "_addmm_activation", ignores_scalars=True)
+def term_plus_product(call: OpCall) -> Signature | None:
+    """``beta * term + alpha * product``. Written into the term it is never pending where the term is not."""
+    if len(call.tensors) != 3:
+        return None
+    is_linear = call.name != "_addmm_activation"
+    equation, reduces = _TERM_PLUS_PRODUCT[call.name.removesuffix("_") if is_linear else "addmm"]
+    left, right = equation.split("->")
+    output = tuple(right)
+    term = align(call.tensors[0].shape, output, call.outputs[0])
+    inputs = (term, *(tuple(labels) for labels in left.split(",")))
+    if not is_linear:
+        return Signature(inputs, (output,))
+    care: dict[str, Any] = {} if call.name.endswith("_") else added_once(0)
+    return Signature(inputs, (output,), reduces=reduces, linear=_FACTOR_AND_TERM, **care)
+
+
+@rule("inner")
+def inner(call: OpCall) -> Signature:
+    first, second = call.tensors[0], call.tensors[1]
+    if first.ndim == 0 or second.ndim == 0:
+        other = letters(max(first.ndim, second.ndim))
+        inputs = tuple(other if spec.ndim else () for spec in (first, second))
+        return Signature(inputs, (other,), linear=_ALONE)
+    left, right = letters(first.ndim - 1), letters(second.ndim - 1, start=first.ndim - 1)
+    return Signature(((*left, "K"), (*right, "K")), ((*left, *right),), reduces={"K": "sum"}, linear=_ALONE)
+
+
+@rule("tensordot")
+def tensordot(call: OpCall) -> Signature | None:
+    """Contracted dims of size 1 stretch to those of the other tensor."""
+    bound = call.bind("a", "b", "dims", dims=2)
+    first, second, dims = bound["a"], bound["b"], bound["dims"]
+    if isinstance(dims, int):
+        pairs = [(first.ndim - dims + index, index) for index in range(dims)]
+    elif isinstance(dims, (tuple, list)) and len(dims) == 2:
+        both = [[one] if isinstance(one, int) else list(one) for one in dims]
+        pairs = [(a % first.ndim, b % second.ndim) for a, b in zip(*both, strict=True)]
+    else:
+        return None
+    left = list(letters(first.ndim))
+    right = list(letters(second.ndim, start=first.ndim))
+    reduces = {}
+    for number, (a, b) in enumerate(pairs):
+        letter = f"K{number}"
+        largest = max(first.shape[a], second.shape[b])
+        left[a] = letter if first.shape[a] == largest else None
+        right[b] = letter if second.shape[b] == largest else None
+        reduces[letter] = "sum"
+    kept_left = [label for dim, label in enumerate(left) if dim not in [a for a, _ in pairs]]
+    kept_right = [label for dim, label in enumerate(right) if dim not in [b for _, b in pairs]]
+    output = (*kept_left, *kept_right)
+    return Signature((tuple(left), tuple(right)), (output,), reduces=reduces, linear=_ALONE)
+
+
+@rule("chain_matmul", "linalg_multi_dot")
+def chain(call: OpCall) -> Signature:
+    """``linalg.multi_dot`` also takes a vector at either end."""
+    inputs: list[Labels] = []
+    inner_letters = [f"K{number}" for number in range(len(call.tensors) + 1)]
+    for number, spec in enumerate(call.tensors):
+        pair = (inner_letters[number], inner_letters[number + 1])
+        if spec.ndim == 1:
+            pair = pair[1:] if number == 0 else pair[:1]  # type: ignore[assignment]
+        inputs.append(pair)
+    first, last = inputs[0], inputs[-1]
+    output = (*first[: len(first) - 1], *last[1:])
+    reduces = dict.fromkeys(inner_letters[1:-1], "sum")
+    alone = tuple(frozenset({number}) for number in range(len(inputs)))
+    return Signature(tuple(inputs), (output,), reduces=reduces, linear=alone)
+
+
+@rule("linalg_vecdot")
+def vecdot(call: OpCall) -> Signature:
+    dim = call.bind("x", "y", "dim", dim=-1)["dim"]
+    shapes = [spec.shape for spec in call.tensors]
+    ndim = max(len(shape) for shape in shapes)
+    dim = dim % ndim
+    sizes = list(call.outputs[0])
+    sizes.insert(dim, max(shape[dim - ndim] for shape in shapes if len(shape) >= ndim - dim))
+    inputs = broadcast_labels(shapes, tuple(sizes))
+    all_letters = letters(ndim)
+    output = (*all_letters[:dim], *all_letters[dim + 1 :])
+    return Signature(inputs, (output,), reduces={str(all_letters[dim]): "sum"}, linear=_ALONE)
+
+
+@rule("kron")
+def kron(call: OpCall) -> Signature:
+    """Every element of the first times all of the second: cut where the first is cut evenly, or the other has size 1."""
+    ndim = len(call.outputs[0])
+    padded = [(1,) * (ndim - spec.ndim) + spec.shape for spec in call.tensors]
+    output = letters(ndim)
+    even = {str(label) for label, a, b in zip(output, *padded, strict=True) if a != 1 and b != 1}
+    first = tuple(label if size != 1 else None for label, size in zip(output, padded[0], strict=True))
+    second = tuple(None if a != 1 else label for label, a in zip(output, padded[0], strict=True))
+    inputs = (first[ndim - call.tensors[0].ndim :], second[ndim - call.tensors[1].ndim :])
+    return Signature(inputs, (output,), even=frozenset(even), linear=_ALONE)
+
+
+@rule("cdist", "_cdist_forward")
+def cdist(call: OpCall) -> Signature:
+    """Distances between the rows of two batches of matrices."""
+    first, second = call.tensors[0], call.tensors[1]
+    batch = letters(len(call.outputs[0]) - 2)
+    sizes = call.outputs[0][: len(batch)]
+    inputs = (
+        (*align(first.shape[:-2], batch, sizes), "P", None),
+        (*align(second.shape[:-2], batch, sizes), "R", None),
+    )
+    return Signature(inputs, ((*batch, "P", "R"),))
+
+
+@rule("linalg_cross", "cross")
+def cross(call: OpCall) -> Signature:
+    dim = call.bind("input", "other", "dim", dim=-1 if call.name == "linalg_cross" else None)["dim"]
+    size = call.outputs[0]
+    dim = next(d for d, length in enumerate(size) if length == 3) if dim is None else dim % len(size)
+    shapes = [spec.shape for spec in call.tensors]
+    whole = letters(len(size))[dim]
+    inputs = tuple(
+        tuple(None if label == whole else label for label in labels) for labels in broadcast_labels(shapes, size)
+    )
+    output = tuple(None if label == whole else label for label in letters(len(size)))
+    return Signature(inputs, (output,), linear=_ALONE)
+
+

@@ -1,0 +1,66 @@
+"""Functions of matrices: batch dims may be cut, the matrices stay whole."""
+
+from __future__ import annotations
+
+from hyper_parallel.core.shard.rule_table import rule
+from hyper_parallel.core.shard.rules.matmul import align
+from hyper_parallel.core.shard.signature import OpCall, Signature, TensorSpec, letters
+
+# For each operator the number of dims of one item (a matrix, a vector) in each tensor, in the order of the arguments.
+_ITEM_DIMS = {
+    **dict.fromkeys(
+        (
+            *("inverse", "linalg_inv", "linalg_inv_ex", "det", "linalg_det", "logdet", "slogdet", "linalg_slogdet"),
+            *("cholesky", "linalg_cholesky", "linalg_cholesky_ex", "cholesky_inverse", "qr", "linalg_qr", "geqrf"),
+            *("svd", "linalg_svd", "linalg_svdvals", "linalg_eigh", "linalg_eigvalsh", "linalg_eig", "linalg_eigvals"),
+            *("matrix_exp", "linalg_matrix_exp", "matrix_power", "linalg_matrix_power", "linalg_pinv", "pinverse"),
+            *("linalg_matrix_rank", "linalg_lu", "linalg_lu_factor", "linalg_lu_factor_ex", "_lu_with_info"),
+            *("linalg_ldl_factor", "linalg_ldl_factor_ex", "linalg_cond"),
+        ),
+        (2,),
+    ),
+    "linalg_vander": (1,),
+    "linalg_solve_triangular": (2, 2),
+    "triangular_solve": (2, 2),
+    "cholesky_solve": (2, 2),
+    "lu_solve": (2, 2, 1),
+    "lu_unpack": (2, 1),
+    "linalg_lu_solve": (2, 1, 2),
+    "linalg_ldl_solve": (2, 1, 2),
+    "linalg_householder_product": (2, 1),
+    "ormqr": (2, 1, 2),
+}
+
+
+@rule(*_ITEM_DIMS)
+def per_item(call: OpCall) -> Signature | None:
+    return _by_batch(call, _ITEM_DIMS[call.name])
+
+
+@rule("linalg_solve", "linalg_solve_ex")
+def solve(call: OpCall) -> Signature | None:
+    """The right side is a batch of vectors when it has the shape of the left one without its last dim."""
+    bound = call.bind("A", "B")
+    left, right = bound["A"], bound["B"]
+    if not isinstance(left, TensorSpec) or not isinstance(right, TensorSpec):
+        return None
+    is_vector = right.ndim == 1 or (right.ndim == left.ndim - 1 and right.shape == left.shape[:-1])
+    return _by_batch(call, (2, 1 if is_vector else 2))
+
+
+def _by_batch(call: OpCall, item_dims: tuple[int, ...]) -> Signature | None:
+    if len(call.tensors) != len(item_dims) or any(
+        spec.ndim < dims for spec, dims in zip(call.tensors, item_dims, strict=True)
+    ):
+        return None
+    batch_rank = max(spec.ndim - dims for spec, dims in zip(call.tensors, item_dims, strict=True))
+    batch = letters(batch_rank)
+    sizes = call.outputs[0][:batch_rank]
+    if any(shape[:batch_rank] != sizes for shape in call.outputs):
+        return None
+    inputs = tuple(
+        (*align(spec.shape[: spec.ndim - dims], batch, sizes), *(None,) * dims)
+        for spec, dims in zip(call.tensors, item_dims, strict=True)
+    )
+    outputs = tuple((*batch, *(None,) * (len(shape) - batch_rank)) for shape in call.outputs)
+    return Signature(inputs, outputs)

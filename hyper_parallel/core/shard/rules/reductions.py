@@ -1,0 +1,201 @@
+"""Reductions that add up or count: sums, means, products, any and all. Over a cut dim a sum stays pending."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hyper_parallel.core.shard.rule_table import rule
+from hyper_parallel.core.shard.rules.cut_letters import (
+    all_reduced,
+    arguments,
+    call_with,
+    group_of,
+    is_cut,
+    num_elements,
+)
+from hyper_parallel.core.shard.signature import Labels, LocalCall, OpCall, Signature, TensorSpec, broadcast_labels, letters
+from hyper_parallel.platform import get_platform
+
+_platform = get_platform()
+_ALONE = (frozenset({0}),)
+
+
+def reduced_dims(ndim: int, dim: Any) -> tuple[int, ...]:
+    """The dims that a reduction's ``dim`` argument means: None and an empty list mean all."""
+    if dim is None or (isinstance(dim, (tuple, list)) and not dim):
+        return tuple(range(ndim))
+    listed = dim if isinstance(dim, (tuple, list)) else (dim,)
+    return tuple(sorted({int(one) % ndim for one in listed})) if ndim else ()
+
+
+def reduction(
+    call: OpCall,
+    dim: Any,
+    keepdim: bool,
+    *,
+    pending: bool = False,
+    local: Callable[[LocalCall], Any] | None = None,
+    only_if_cut: bool = True,
+    linear: bool = False,
+) -> Signature | None:
+    """The signature of an operator that reduces ``dim`` of its first tensor; None when the results have other shapes.
+
+    With ``pending`` cut dims leave a pending sum; else ``local`` reduces them itself, and without ``local`` they must be
+    whole. With ``only_if_cut`` the plain call does where none of them is cut.
+    """
+    shape = call.tensors[0].shape
+    dims = reduced_dims(len(shape), dim)
+    labels = letters(len(shape))
+    removed = frozenset(labels[one] for one in dims)
+    output = tuple(None if one in dims else label for one, label in enumerate(labels) if keepdim or one not in dims)
+    expected = tuple(1 if one in dims else size for one, size in enumerate(shape) if keepdim or one not in dims)
+    if any(tuple(result) != expected for result in call.outputs) or len(call.tensors) != 1:
+        return None
+    is_whole = local is None and not pending
+    given: Labels = tuple(None if one in dims and is_whole else label for one, label in enumerate(labels))
+    return Signature(
+        (given,),
+        (output,) * len(call.outputs),
+        reduces=dict.fromkeys(removed, "sum") if pending else {},
+        handled=frozenset() if pending else removed,
+        linear=_ALONE if linear else (),
+        local=local,
+        needs_local=(lambda planned: is_cut(planned, removed)) if only_if_cut else None,
+    )
+
+
+def labels_of(call: LocalCall) -> Labels:
+    """The labels that :func:`reduction` gave the first tensor."""
+    return letters(len(call.input_shapes[0]))
+
+
+def reduced_group(call: LocalCall, dims: tuple[int, ...]) -> Any:
+    """The group over which any of ``dims`` of the first tensor is cut, None when they are whole."""
+    labels = labels_of(call)
+    return group_of(call, [labels[dim] for dim in dims])
+
+
+@rule("sum", "nansum", "count_nonzero")
+def sums(call: OpCall) -> Signature | None:
+    given = arguments(call, "input", "dim", "keepdim", dim=None, keepdim=False, dtype=None)
+    linear = call.name == "sum" and (given["dtype"] is None or "float" in _platform.dtype_name(given["dtype"]))
+    return reduction(call, given["dim"], bool(given["keepdim"]), pending=True, linear=linear)
+
+
+@rule("mean")
+def mean(call: OpCall) -> Signature | None:
+    given = arguments(call, "input", "dim", "keepdim", dim=None, keepdim=False)
+    return reduction(call, given["dim"], bool(given["keepdim"]), pending=True, local=_mean, linear=True)
+
+
+def _mean(call: LocalCall) -> Any:
+    """The block's mean by its share of the elements, so that half-precision sums do not overflow."""
+    given = arguments(call, "input", "dim", "keepdim", dim=None, keepdim=False, dtype=None)
+    block, shape = given["input"], call.input_shapes[0]
+    dims = reduced_dims(len(shape), given["dim"])
+    num_here, num_all = num_elements(call, labels_of(call), shape, dims)
+    if num_here == 0 < num_all:
+        return block.sum(dim=dims, keepdim=bool(given["keepdim"]), dtype=given["dtype"])
+    result = call.func(*call.args, **call.kwargs)
+    return result if num_all == 0 else result * (num_here / num_all)
+
+
+@rule("nanmean")
+def nanmean(call: OpCall) -> Signature | None:
+    given = arguments(call, "input", "dim", "keepdim", dim=None, keepdim=False)
+    return reduction(call, given["dim"], bool(given["keepdim"]), pending=True, local=_nanmean)
+
+
+def _nanmean(call: LocalCall) -> Any:
+    given = arguments(call, "input", "dim", "keepdim", dim=None, keepdim=False, dtype=None)
+    block, keepdim = given["input"], bool(given["keepdim"])
+    dims = reduced_dims(len(call.input_shapes[0]), given["dim"])
+    num_here = block.isnan().logical_not().sum(dim=dims, keepdim=keepdim)
+    num_all = all_reduced(num_here, "sum", reduced_group(call, dims))
+    return block.nansum(dim=dims, keepdim=keepdim, dtype=given["dtype"]) / num_all
+
+
+@rule("prod")
+def prod(call: OpCall) -> Signature | None:
+    given = arguments(call, "input", "dim", "keepdim", dim=None, keepdim=False)
+    return reduction(call, given["dim"], bool(given["keepdim"]), local=_prod)
+
+
+def _prod(call: LocalCall) -> Any:
+    given = arguments(call, "input", "dim", dim=None)
+    dims = reduced_dims(len(call.input_shapes[0]), given["dim"])
+    part = call.func(*call.args, **call.kwargs)
+    return _platform.differentiable_all_reduce(part, "prod", reduced_group(call, dims))
+
+
+@rule("any", "all")
+def any_all(call: OpCall) -> Signature | None:
+    given = arguments(call, "input", "dim", "keepdim", dim=None, keepdim=False)
+    if isinstance(given["dim"], (tuple, list)) and not given["dim"]:
+        return None
+    op = "max" if call.name == "any" else "min"
+    return reduction(call, given["dim"], bool(given["keepdim"]), local=lambda local: _any_all(local, op))
+
+
+def _any_all(call: LocalCall, op: str) -> Any:
+    given = arguments(call, "input", "dim", dim=None)
+    dims = reduced_dims(len(call.input_shapes[0]), given["dim"])
+    return all_reduced(call.func(*call.args, **call.kwargs), op, reduced_group(call, dims))
+
+
+@rule("median", "nanmedian")
+def whole_dim(call: OpCall) -> Signature | None:
+    """Needs all elements of the dim at once; the other dims may be cut."""
+    given = arguments(call, "input", "dim", "keepdim", dim=None, keepdim=False)
+    return reduction(call, given["dim"], bool(given["keepdim"]))
+
+
+@rule("mode")
+def whole_last_dim(call: OpCall) -> Signature | None:
+    given = arguments(call, "input", "dim", "keepdim", dim=-1, keepdim=False)
+    return reduction(call, given["dim"], bool(given["keepdim"]))
+
+
+@rule("quantile", "nanquantile")
+def quantile(call: OpCall) -> Signature | None:
+    """The quantiles, when they are several, are the first dim of the result."""
+    given = arguments(call, "input", "q", "dim", "keepdim", dim=None, keepdim=False)
+    spec, dims = given["input"], reduced_dims(given["input"].ndim, given["dim"])
+    labels = letters(spec.ndim)
+    if not isinstance(spec, TensorSpec) or given["dim"] is None:
+        kept: Labels = (None,) * len(call.outputs[0])
+        return Signature(tuple((None,) * one.ndim for one in call.tensors), (kept,))
+    inputs: tuple[Labels, ...] = (tuple(None if one in dims else label for one, label in enumerate(labels)),)
+    inputs += tuple((None,) * one.ndim for one in call.tensors[1:])
+    kept = tuple(None if one in dims else label for one, label in enumerate(labels) if given["keepdim"] or one not in dims)
+    return Signature(inputs, ((*(None,) * (len(call.outputs[0]) - len(kept)), *kept),))
+
+
+@rule("cosine_similarity")
+def cosine_similarity(call: OpCall) -> Signature | None:
+    given = arguments(call, "x1", "x2", "dim", "eps", dim=1)
+    return _along_dim(call, int(given["dim"]), keepdim=False)
+
+
+@rule("pairwise_distance")
+def pairwise_distance(call: OpCall) -> Signature | None:
+    given = arguments(call, "x1", "x2", "p", "eps", "keepdim", keepdim=False)
+    return _along_dim(call, -1, bool(given["keepdim"]))
+
+
+def _along_dim(call: OpCall, dim: int, keepdim: bool) -> Signature | None:
+    """Two broadcast tensors, reduced together along a dim that stays whole."""
+    ndim = max((spec.ndim for spec in call.tensors), default=0)
+    if len(call.tensors) != 2 or ndim == 0:
+        return None
+    shape = tuple(
+        max((spec.shape[spec.ndim - back] for spec in call.tensors if spec.ndim >= back and spec.shape[spec.ndim - back] != 1), default=1)
+        for back in range(ndim, 0, -1)
+    )
+    dim %= ndim
+    gone = letters(ndim)[dim]
+    inputs = broadcast_labels([spec.shape for spec in call.tensors], shape)
+    inputs = tuple(tuple(None if label == gone else label for label in labels) for labels in inputs)
+    output = tuple(None if one == dim else label for one, label in enumerate(letters(ndim)) if keepdim or one != dim)
+    return Signature(inputs, (output,)) if len(output) == len(call.outputs[0]) else None

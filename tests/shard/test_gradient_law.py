@@ -1,0 +1,113 @@
+"""What the gradient law costs: counted with CommRecorder."""
+
+import torch
+import torch.nn.functional as F
+
+import hyper_parallel as hp
+from tests.world import run_on_ranks
+
+
+def _mesh() -> hp.DeviceMesh:
+    return hp.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+
+
+def _leaf(mesh: hp.DeviceMesh, placements: list, *shape: int, seed: int) -> hp.DTensor:
+    values = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return hp.distribute_tensor(values.requires_grad_(), mesh, placements)
+
+
+@run_on_ranks(2)
+def test_q_k_v_from_one_input_cost_one_backward_all_reduce() -> None:
+    mesh = _mesh()
+    x = _leaf(mesh, [hp.Replicate()], 4, 6, seed=0) * 1.0
+    weights = [_leaf(mesh, [hp.Shard(0)], 8, 6, seed=i + 1) for i in range(3)]
+    with hp.CommRecorder() as forward:
+        q, k, v = (F.linear(x, weight) for weight in weights)
+        loss = (q * k * v).sum()
+    assert forward.counts == {}
+    assert q.placements == (hp.Shard(1),)
+    with hp.CommRecorder() as backward:
+        loss.backward()
+    assert backward.counts == {"all_reduce": 1}, backward.table()
+    assert "backward" in backward.records[0].asked_by
+
+
+@run_on_ranks(2)
+def test_a_gather_that_meets_a_cut_weight_costs_one_reduce_scatter() -> None:
+    mesh = _mesh()
+    x = _leaf(mesh, [hp.Shard(0)], 4, 6, seed=0)
+    weight = _leaf(mesh, [hp.Shard(0)], 8, 6, seed=1)
+    with hp.CommRecorder() as forward:
+        gathered = (x * 1.0).redistribute(placements=[hp.Replicate()])
+        out = F.linear(gathered, weight)
+    assert forward.counts == {"all_gather_into_tensor": 1}
+    with hp.CommRecorder() as backward:
+        (out * out).sum().backward()
+    assert backward.counts == {"reduce_scatter_tensor": 1}, backward.table()
+    full_x, full_w = x.detach().full_tensor().requires_grad_(), weight.detach().full_tensor().requires_grad_()
+    (F.linear(full_x, full_w) ** 2).sum().backward()
+    torch.testing.assert_close(x.grad.full_tensor(), full_x.grad)
+    torch.testing.assert_close(weight.grad.full_tensor(), full_w.grad)
+
+
+@run_on_ranks(2)
+def test_a_gather_used_whole_and_varying_gets_both_gradients() -> None:
+    mesh = _mesh()
+    x = _leaf(mesh, [hp.Shard(0)], 5, 6, seed=0)
+    weight = _leaf(mesh, [hp.Shard(0)], 8, 6, seed=1)
+    gathered = x.redistribute(placements=[hp.Replicate()])
+    loss = (F.linear(gathered, weight) ** 2).sum() + (gathered**3).sum()
+    loss.backward()
+    full_x, full_w = x.detach().full_tensor().requires_grad_(), weight.detach().full_tensor().requires_grad_()
+    ((F.linear(full_x, full_w) ** 2).sum() + (full_x**3).sum()).backward()
+    torch.testing.assert_close(x.grad.full_tensor(), full_x.grad)
+    torch.testing.assert_close(weight.grad.full_tensor(), full_w.grad)
+
+
+@run_on_ranks(2)
+def test_column_then_row_costs_one_all_reduce_each_way() -> None:
+    mesh = _mesh()
+    x = _leaf(mesh, [hp.Replicate()], 4, 6, seed=0) * 1.0
+    up, down = _leaf(mesh, [hp.Shard(0)], 8, 6, seed=1), _leaf(mesh, [hp.Shard(1)], 6, 8, seed=2)
+    with hp.CommRecorder() as forward:
+        out = F.linear(F.linear(x, up).relu(), down)
+        assert out.placements == (hp.Partial(),)
+        loss = (out.reduce_partial() ** 2).sum()
+    assert forward.counts == {"all_reduce": 1}
+    with hp.CommRecorder() as backward:
+        loss.backward()
+    assert backward.counts == {"all_reduce": 1}
+
+
+@run_on_ranks(2)
+def test_an_edge_is_not_remembered_past_a_write() -> None:
+    mesh = _mesh()
+    x = _leaf(mesh, [hp.Replicate()], 4, 6, seed=0)
+    weight = _leaf(mesh, [hp.Shard(0)], 8, 6, seed=1)
+    y = x * 2.0
+    first = F.linear(y, weight).sum()
+    y.mul_(3.0)
+    second = F.linear(y, weight).sum()
+    second.backward()
+    full_w = weight.detach().full_tensor()
+    torch.testing.assert_close(x.grad.full_tensor(), 6.0 * full_w.sum(0).expand(4, 6))
+    assert first.shape == ()
+
+
+@run_on_ranks(2)
+def test_mistakes_are_named() -> None:
+    mesh = _mesh()
+    x = _leaf(mesh, [hp.Shard(0)], 4, 6, seed=0)
+    for attempt, kind, words in (
+        (lambda: x + torch.ones(4, 6, dtype=torch.float64), RuntimeError, ("add", "plain tensor", "distribute_tensor")),
+        (lambda: x + x[:, :5], (RuntimeError, ValueError), ("add", "global shape")),
+        (lambda: x + hp.ones((4, 6), hp.init_device_mesh("cpu", (1, 2))), ValueError, ("different meshes",)),
+        (lambda: hp.ones((4,), mesh, [hp.Partial()]).exp_(), RuntimeError, ("exp_", "reduce_partial", "pending")),
+    ):
+        try:
+            attempt()
+        except kind as error:
+            assert all(word in str(error) for word in words), str(error)
+        else:
+            raise AssertionError(f"nothing raised, expected {words}")
+    assert (x + torch.tensor(1.0)).placements == (hp.Shard(0),)
