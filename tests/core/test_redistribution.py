@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import pickle
 
 import pytest
 import torch
@@ -57,8 +59,8 @@ def check_moves(mesh_shape, cases, rank_list=None):
 def test_any_layout_to_any_other(worlds, mesh_shape):
     world = worlds(size_of(mesh_shape))
 
-    @settings(max_examples=4, deadline=None, derandomize=True)
-    @given(st.lists(moves(len(mesh_shape)), min_size=12, max_size=24))
+    @settings(max_examples=2 if len(mesh_shape) > 1 else 3, deadline=None, derandomize=True)
+    @given(st.lists(moves(len(mesh_shape)), min_size=14, max_size=20))
     def check(cases):
         world.run(check_moves, mesh_shape, cases)
 
@@ -191,7 +193,7 @@ def test_replicas_have_equal_bits_after_merged_reductions():
     ("mesh_shape", "rank_list"), [((2, 2), [3, 1, 0, 2]), ((4,), [2, 0, 3, 1]), ((2, 2), [1, 0, 3, 2])], ids=str
 )
 def test_any_order_of_ranks(worlds, mesh_shape, rank_list):
-    @settings(max_examples=3, deadline=None, derandomize=True)
+    @settings(max_examples=2, deadline=None, derandomize=True)
     @given(st.lists(moves(len(mesh_shape)), min_size=10, max_size=16))
     def check(cases):
         worlds(4).run(check_moves, mesh_shape, cases, rank_list)
@@ -277,7 +279,7 @@ def test_an_asynchronous_redistribution_completes_itself():
     }
     for before, after in ways:
         for name, use in uses.items():
-            for needs_grad in (False, True):
+            for needs_grad in (True,) if name == "operator" else (False, True):
                 leaf = distribute_tensor(whole, mesh, before).requires_grad_(needs_grad)
                 moved = leaf.redistribute(mesh, after, async_op=True)
                 assert isinstance(moved, DTensor) and moved.shape == (5, 3) and moved.requires_grad is needs_grad
@@ -291,9 +293,6 @@ def test_an_asynchronous_redistribution_completes_itself():
 
 @run_on_ranks(2)
 def test_an_asynchronous_redistribution_is_launched_at_once_and_waited_for_later():
-    import copy
-    import pickle
-
     mesh = init_device_mesh("cpu", (2,))
     whole = torch.arange(6.0)
     cut = distribute_tensor(whole, mesh, [Shard(0)])
@@ -333,9 +332,8 @@ def test_a_redistribution_can_be_differentiated_twice():
     (first,) = torch.autograd.grad((reference**3 * mixed).sum(), reference, create_graph=True)
     (second,) = torch.autograd.grad((first**2).sum(), reference)
 
-    for before, after in itertools.product(every_layout(2, 2), repeat=2):
-        if any(before[1]):
-            continue
+    pairs = [pair for pair in itertools.product(every_layout(2, 2), repeat=2) if not any(pair[0][1])]
+    for before, after in pairs[::5]:
         source, target = Layout.of(mesh, *before), Layout.of(mesh, *after)
         leaf = distribute_tensor(values, mesh, source).requires_grad_()
         cubed = (leaf**3).redistribute(mesh, target).full_tensor()

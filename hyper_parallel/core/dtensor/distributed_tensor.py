@@ -123,7 +123,7 @@ class DTensor(_platform.DTensorBase):  # type: ignore[misc, name-defined]
         if not inside:
             local_tensor = _platform.slice_block(local_tensor, ((0, 0),) * local_tensor.ndim)
         if grad_placements is not None and _platform.needs_grad(local_tensor):
-            wanted = Layout.resolve(mesh, grad_placements, local_tensor.ndim)
+            wanted = _gradient_layout("from_local", layout, grad_placements, global_shape)
             block = FromLocal.apply(local_tensor, layout.gradient(), wanted, global_shape)
         else:
             block = _platform.alias(local_tensor)
@@ -138,7 +138,7 @@ class DTensor(_platform.DTensorBase):  # type: ignore[misc, name-defined]
         tensor = self._settled()
         if grad_placements is None or not _platform.needs_grad(tensor):
             return _platform.local_alias(tensor)
-        arriving = Layout.resolve(self.device_mesh, grad_placements, len(self._global_shape))
+        arriving = _gradient_layout("to_local", self._layout, grad_placements, tuple(self._global_shape))
         return _platform.without_interception(
             ToLocal.apply, tensor, arriving, self._layout.gradient(), tuple(self._global_shape)
         )
@@ -262,6 +262,17 @@ def resolve_layout(mesh: DeviceMesh, placements: Any, ndim: int) -> Layout:
     if placements is None:
         return Layout.of(mesh, ((),) * ndim)
     return Layout.resolve(mesh, placements, ndim)
+
+
+def _gradient_layout(where: str, layout: Layout, placements: Any, shape: tuple[int, ...]) -> Layout:
+    """The layout that was asked for the gradient of a block under ``layout``: its blocks must have the same shapes."""
+    wanted = Layout.resolve(layout.mesh, placements, len(shape))
+    if wanted.cuts != layout.cuts:
+        raise ValueError(
+            f"{where}: grad_placements {list(wanted.placements)} cut otherwise than the value, which has "
+            f"{list(layout.placements)}: the gradient of a block has the block's shape, so only whole and pending differ"
+        )
+    return wanted
 
 
 def _even_global_shape(local_tensor: Any, layout: Layout) -> tuple[int, ...]:

@@ -29,7 +29,7 @@ def explain(src_layout: Layout, dst_layout: Layout, shape: Sequence[int], item_s
     >>> print(explain(mesh("dp", "None"), mesh("None", "None"), (4, 6)))
     Layout(mesh (dp=2, tp=2), dims [dp, -]) -> Layout(mesh (dp=2, tp=2), dims [-, -]), shape (4, 6)
       1. all-gather dim 0 over dp: groups of 2 ranks, 48 bytes sent per rank
-    total: 48 bytes sent per rank, modelled 100 us
+    total: 48 bytes sent per rank, modelled cost 0.2
     """
     size = tuple(int(length) for length in shape)
     lines = [f"{src_layout} -> {dst_layout}, shape {size}"]
@@ -46,7 +46,7 @@ def explain(src_layout: Layout, dst_layout: Layout, shape: Sequence[int], item_s
         lines.append(f"  {number}. {_describe(step)}{_group(step, sent)}")
     if not plan.steps:
         lines.append("  nothing to do")
-    lines.append(f"total: {total} bytes sent per rank, modelled {plan.cost:.0f} us")
+    lines.append(f"total: {total} bytes sent per rank, modelled cost {plan.cost:.1f}")
     return "\n".join(lines)
 
 

@@ -88,7 +88,7 @@ class Layout:
             raise ValueError(
                 f"{len(placements)} placements {list(placements)} for the {mesh.ndim} axes of {mesh}: give one per axis"
             )
-        cuts: list[list[tuple[int, int]]] = [[] for _ in range(ndim)]
+        cuts: list[list[tuple[int | None, int]]] = [[] for _ in range(ndim)]
         partials: list[str | None] = [None] * mesh.ndim
         for axis, placement in enumerate(placements):
             if isinstance(placement, Shard):
@@ -99,8 +99,7 @@ class Layout:
                     raise ValueError(
                         f"{placement} on axis {mesh.axis_label(axis)!r}: the tensor has {ndim} dims, {possible}"
                     )
-                order = axis if placement.order is None else placement.order
-                cuts[placement.dim % ndim].append((order, axis))
+                cuts[placement.dim % ndim].append((placement.order, axis))
             elif isinstance(placement, Partial):
                 partials[axis] = placement.reduce_op
             elif not isinstance(placement, Replicate):
@@ -108,7 +107,7 @@ class Layout:
                     f"placement {placement!r} on axis {mesh.axis_label(axis)!r}: use Shard(dim), Replicate() or "
                     "Partial(op)"
                 )
-        return cls._intern(mesh, tuple(tuple(axis for _, axis in sorted(dim)) for dim in cuts), tuple(partials))
+        return cls._intern(mesh, tuple(_in_order(mesh, dim, axes) for dim, axes in enumerate(cuts)), tuple(partials))
 
     @classmethod
     def from_aliases(cls, mesh: DeviceMesh, aliases: Sequence[Any], partials: Sequence[str | None] = ()) -> Layout:
@@ -328,6 +327,17 @@ class Layout:
 
     def __deepcopy__(self, memo: Any) -> Layout:
         return self
+
+
+def _in_order(mesh: DeviceMesh, dim: int, axes: list[tuple[int | None, int]]) -> tuple[int, ...]:
+    """The axes that cut ``dim``, sorted by the orders that were given: all of them, all different, or none."""
+    given = [order for order, _ in axes if order is not None]
+    if not given:
+        return tuple(axis for _, axis in axes)
+    if len(given) < len(axes) or len(set(given)) < len(given):
+        listed = ", ".join(f"{mesh.axis_label(axis)}: {Shard(dim, order)}" for order, axis in axes)
+        raise ValueError(f"several axes of {mesh} cut dim {dim} ({listed}): give each its own order, or none of them one")
+    return tuple(axis for _, axis in sorted((order, axis) for order, axis in axes if order is not None))
 
 
 def _check(mesh: DeviceMesh, dim_axes: DimAxes | None, partials: Partials) -> None:

@@ -30,7 +30,7 @@ class Shard(Placement):
     """The axis cuts tensor dim ``dim`` into blocks of ``ceil(size / parts)``; the last ones may be short or empty.
 
     Several axes may cut one dim, each cutting the block that the one before left. They cut in the order of the mesh
-    axes unless ``order`` says otherwise: the axis with ``order=0`` cuts first.
+    axes unless ``order`` says otherwise, on each of them: the axis with the lowest ``order`` cuts first.
 
     >>> Shard(-1).is_shard()
     True
@@ -42,6 +42,8 @@ class Shard(Placement):
     def __post_init__(self) -> None:
         if isinstance(self.dim, bool) or not isinstance(self.dim, int):
             raise TypeError(f"Shard(dim): dim must be an int, got {self.dim!r}")
+        if self.order is not None and (isinstance(self.order, bool) or not isinstance(self.order, int)):
+            raise TypeError(f"Shard(dim, order): order must be an int or None, got {self.order!r}")
 
     def __repr__(self) -> str:
         return f"Shard({self.dim})" if self.order is None else f"Shard({self.dim}, order={self.order})"

@@ -11,7 +11,7 @@ import heapq
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from hyper_parallel.core.dtensor.layout import DimAxes, Layout, Partials, Shape
 
@@ -38,9 +38,13 @@ COMMUNICATING = frozenset({GATHER, ALL_TO_ALL, EXCHANGE, ALL_REDUCE, REDUCE_SCAT
 
 @dataclass(frozen=True)
 class AxisCost:
-    """What communication along a mesh axis costs: microseconds per call and bytes per microsecond."""
+    """What communication along a mesh axis costs: microseconds per call and bytes per microsecond.
 
-    latency: float = 100.0
+    By default a call is worth no more than 200 bytes, so that plans send as little as possible. Where calls are dear,
+    tell the planner with :func:`set_axis_cost`, and it trades bytes for calls.
+    """
+
+    latency: float = 0.2
     bandwidth: float = 1000.0
 
 
@@ -146,8 +150,7 @@ def _search(source: Layout, target: Layout, shape: Shape) -> Plan:
 _State = tuple[DimAxes, Partials]
 
 
-@dataclass(frozen=True)
-class _Edge:
+class _Edge(NamedTuple):
     kind: str
     axes: tuple[int, ...]
     state: _State
@@ -302,9 +305,9 @@ class _Graph:
         moved = _NOMINAL_ITEM_SIZE * self.sent(cuts, edge)
         local = _NOMINAL_ITEM_SIZE * max(self._numel(cuts), self._numel(edge.state[0])) / _COPY_BANDWIDTH
         if edge.kind not in COMMUNICATING:
-            return 0.5 + (0.0 if edge.kind == SLICE else local)
-        if moved == 0.0:
-            return local
+            return 0.01 + (0.0 if edge.kind == SLICE else local)
+        if all(self.sizes[axis] == 1 for axis in edge.axes):  # nothing to call; an empty tensor still takes a call
+            return 0.01 + local
         latency = max(self.axis_costs[axis].latency for axis in edge.axes)
         bandwidth = min(self.axis_costs[axis].bandwidth for axis in edge.axes)
         passes = {GATHER: 1, REDUCE_SCATTER: 1, ALL_REDUCE: 0}.get(edge.kind, 2)

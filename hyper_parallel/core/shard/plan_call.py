@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from hyper_parallel.core.dtensor.autograd_edges import move
 from hyper_parallel.core.dtensor.comm_recorder import because
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
@@ -106,6 +107,7 @@ class PlannedCall:
         "paths",
         "rewritten",
         "shapes",
+        "updates",
         "wrap",
         "writes",
     )
@@ -126,6 +128,7 @@ class PlannedCall:
         self.moves = any(change[3] for change in self.changes)
         self.output_layouts = choice.outputs
         self.output_shapes = tuple(_platform.list_to_size(shape) for shape in call.outputs)
+        self.updates = [index for index in signature.updates if call.tensors[index].layout is not choice.inputs[index]]
         self.rewritten = None
         if signature.rewrite is not None:
             self.rewritten = signature.rewrite(self._local_call(None, call.args, call.kwargs))
@@ -139,6 +142,7 @@ class PlannedCall:
     def __call__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.is_direct:
             return self.wrap(func, args, kwargs)
+        given = (args, kwargs)
         if self.changes:
             if self.moves:
                 finish_checks()
@@ -150,12 +154,31 @@ class PlannedCall:
             other, rest, keywords = self.rewritten
             first = args[0] if args else kwargs["input"]
             return self.wrap(other or func, (first, *rest), keywords)
+        result = self._run(func, args, kwargs)
+        for index in self.updates:
+            self._bring_back(self._argument(index, *given), self._argument(index, args, kwargs), index)
+        return result
+
+    def _run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.local is None:
             return self.wrap(func, args, kwargs)
         written = args[0] if self.writes else None
         call = self._local_call(func, *_platform.blocks_of(args, kwargs), written)
         local = self.local
         return self.wrap(lambda *a, **k: because(f"inside {self.name}", local, call), (), {})
+
+    def _argument(self, index: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        path = self.paths[index]
+        found = args[path[0]] if isinstance(path[0], int) else kwargs[path[0]]
+        for key in path[1:]:
+            found = found[key]
+        return found
+
+    def _bring_back(self, tensor: DTensor, changed: Any, index: int) -> None:
+        """Copy what was written into the block that was made for the call into the argument itself."""
+        edge = (self.choice.inputs[index], tensor._layout, self.shapes[index])
+        block = because(f"written by {self.name}", move, _platform.detached(changed), *edge)
+        _platform.fill_block(tensor, block)
 
     def _local_call(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], written: Any = None

@@ -95,8 +95,10 @@ class Signature:
     Letters in ``divisors`` may only be cut into a number of parts that divides the number given there. ``writes`` is 0
     when the operator changes its first argument without returning it, as ``x[i] = y`` does. ``rewrite(call)``, for
     operators on one tensor that comes first, gives the function (None: the same), the other arguments and the keywords
-    for the blocks; it is asked once per plan, with specs in place of tensors, so the call costs no more than a plain one.
+    for the blocks; it is asked once per plan, with specs in place of tensors, so a call costs no more than a plain one.
     ``needs_local(call)``, asked likewise, says whether ``local`` is needed on this rank; without it, it always is.
+    ``updates`` are inputs that the operator changes besides, such as running statistics: where they had to be brought
+    into another layout for the call, what was written is brought back.
     """
 
     inputs: tuple[Labels, ...]
@@ -110,6 +112,7 @@ class Signature:
     writes: int | None = None
     rewrite: Callable[[LocalCall], tuple[Any, tuple[Any, ...], dict[str, Any]]] | None = None
     needs_local: Callable[[LocalCall], bool] | None = None
+    updates: tuple[int, ...] = ()
 
 
 def letters(count: int, start: int = 0) -> Labels:

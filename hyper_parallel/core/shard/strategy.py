@@ -75,7 +75,7 @@ def _blocked_letters(signature: Signature) -> set[str]:
 def _complete(call: OpCall, signature: Signature, axes: LetterAxes, kept: int | None) -> Choice | None:
     mesh = call.tensors[0].layout.mesh
     cut_by = [axis for cut in axes.values() for axis in cut]
-    pending = _pending_inputs(call, signature, set(cut_by))
+    pending = _pending_inputs(call, signature, set(cut_by), kept)
     inputs = tuple(
         Layout.of(mesh, _cuts(labels, axes), pending[index]) for index, labels in enumerate(signature.inputs)
     )
@@ -98,8 +98,8 @@ def _cuts(labels: Labels, axes: LetterAxes) -> tuple[tuple[int, ...], ...]:
     return tuple(() if letter is None else axes.get(letter, ()) for letter in labels)
 
 
-def _pending_inputs(call: OpCall, signature: Signature, cut_by: set[int]) -> list[list[str | None]]:
-    """Which inputs may stay pending sums on which axes."""
+def _pending_inputs(call: OpCall, signature: Signature, cut_by: set[int], kept: int | None) -> list[list[str | None]]:
+    """Which inputs may stay pending sums on which axes; where one is written into, only together with that one."""
     num_axes = call.tensors[0].layout.mesh.ndim
     pending: list[list[str | None]] = [[None] * num_axes for _ in call.tensors]
     for axis in range(num_axes):
@@ -107,7 +107,7 @@ def _pending_inputs(call: OpCall, signature: Signature, cut_by: set[int]) -> lis
         have = {index: op for index, op in have.items() if op is not None}
         if axis in cut_by or not have or len(set(have.values())) > 1 or not set(have.values()) <= _SUMS:
             continue
-        if frozenset(have) in signature.linear:
+        if frozenset(have) in signature.linear and (kept is None or kept in have):
             for index, op in have.items():
                 pending[index][axis] = op
     return pending

@@ -226,17 +226,22 @@ def as_dtensor(kind: type, plain: torch.Tensor, layout: Any, shape: Any) -> Any:
     return plain
 
 
+# Note [Aliases]
+# ``x[...]`` and not ``x.view_as(x)``: the gradient of a view is a view of the gradient, which autograd takes for its own
+# and keeps as ``p.grad``, so that a second backward would add to the tensor that the caller passed to the first.
+
+
 def local_alias(tensor: torch.Tensor) -> torch.Tensor:
     """The block as a plain tensor: the same memory and the same gradient history."""
     with _NoInterception():
         if torch.is_grad_enabled() and torch.Tensor.requires_grad.__get__(tensor):  # type: ignore[attr-defined]
-            return torch.Tensor.view_as(tensor, tensor)
+            return torch.Tensor.__getitem__(tensor, ...)
         return torch.Tensor.detach(tensor)
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
     """A plain tensor with the same memory and gradient history, to be turned into a DTensor."""
-    return tensor.view_as(tensor) if tensor.requires_grad and torch.is_grad_enabled() else tensor.detach()
+    return tensor[...] if tensor.requires_grad and torch.is_grad_enabled() else tensor.detach()
 
 
 def detached(tensor: torch.Tensor) -> torch.Tensor:

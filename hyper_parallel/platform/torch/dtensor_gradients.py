@@ -64,11 +64,13 @@ def _start(tensor: Any, gradient: Any) -> tuple[Any, Any]:
         return tensor, gradient
     if any(op not in _SUMS for op in tensor._layout.partials):
         tensor = tensor.reduce_partial()
+    with torch.enable_grad():  # autograd's own code must not see the global shape
+        start = local_alias(tensor)
     if gradient is not None:
-        return tensor, local_alias(tensor.lawful_gradient(gradient))
+        return start, local_alias(tensor.lawful_gradient(gradient))
     if tensor._global_shape.numel() != 1:
         raise RuntimeError(
             "grad can be implicitly created only for scalar outputs, not for one of shape "
             f"{tuple(tensor._global_shape)}; pass the gradient to start with"
         )
-    return tensor, torch.ones_like(detached(tensor))
+    return start, torch.ones_like(detached(tensor))

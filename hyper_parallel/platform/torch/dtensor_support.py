@@ -225,8 +225,8 @@ __all__ = [
     "register_forward_hook",
     "replace_block",
     "replicate_plain_tensors",
-    "seeded",
     "rng_fingerprint",
+    "seeded",
     "to_device",
     "wrap_result",
 ]

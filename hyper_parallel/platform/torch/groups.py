@@ -53,6 +53,7 @@ __all__ = [
     "init_process_group",
     "make_group",
     "split_group",
+    "world_generation",
 ]
 
 # Groups whose members are still finding each other; see Note [Creating groups never deadlocks].
@@ -154,6 +155,11 @@ def destroy_process_group(group: Any = None) -> None:
         dist.destroy_process_group()
     else:
         dist.destroy_process_group(leaving)
+
+
+def world_generation() -> int:
+    """How many worlds this process has left: what is remembered about groups holds for one of them."""
+    return _num_worlds_left
 
 
 def _default_backend() -> str:

@@ -18,6 +18,11 @@ def losing_value(dtype: torch.dtype, op: str) -> float | int | bool:
     return limits.min if op == "max" else limits.max
 
 
+def machine_epsilon(dtype: torch.dtype) -> float:
+    """The distance from 1 to the next larger number of a floating-point dtype."""
+    return torch.finfo(dtype).eps
+
+
 def vector_norm(tensor: torch.Tensor, p: float, dims: Sequence[int], keepdim: bool) -> torch.Tensor:
     """The p-norm over ``dims``."""
     return torch.linalg.vector_norm(tensor, p, tuple(dims), keepdim)

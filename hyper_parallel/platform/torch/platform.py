@@ -19,6 +19,7 @@ from hyper_parallel.platform.torch import (
     grad_norm,
     groups,
     local_calls,
+    local_ops_reductions,
     micro_batch,
     modules,
     overlap,
@@ -58,10 +59,7 @@ class TorchPlatform(Platform):
     split_group = staticmethod(groups.split_group)
     _create_group = staticmethod(groups.make_group)
 
-    @staticmethod
-    def world_generation() -> int:
-        """How many worlds this process has left: what is cached about groups holds for one of them."""
-        return groups._num_worlds_left
+    world_generation = staticmethod(groups.world_generation)
 
     # collectives on plain tensors
     all_reduce = staticmethod(collectives.all_reduce)
@@ -216,6 +214,12 @@ class TorchPlatform(Platform):
     convert = staticmethod(dtensor_support.convert)
     replicate_plain_tensors = staticmethod(dtensor_support.replicate_plain_tensors)
     register_forward_hook = staticmethod(dtensor_support.register_forward_hook)
+
+    # local operators
+    losing_value = staticmethod(local_ops_reductions.losing_value)
+    machine_epsilon = staticmethod(local_ops_reductions.machine_epsilon)
+    vector_norm = staticmethod(local_ops_reductions.vector_norm)
+    result_like = staticmethod(local_ops_reductions.result_like)
 
     # moving blocks
     gather_blocks = staticmethod(blocks.gather_blocks)

@@ -38,6 +38,7 @@ import torch
 import torch.distributed as dist
 
 from hyper_parallel.platform.group_memory import GroupMemory, allocate_group_memory
+from hyper_parallel.platform.torch.messages import all_gather_object
 
 __all__ = ["SymmetricBuffer", "SymmetricMemoryHandler", "get_symmetric_memory_handler"]
 
@@ -249,7 +250,7 @@ class SymmetricMemoryHandler:
 
         def exchange(value: Any) -> list[Any]:
             values: list[Any] = [None] * len(world_ranks)
-            dist.all_gather_object(values, value, group=group)
+            all_gather_object(values, value, group)
             return values
 
         label = name if isinstance(name, str) else f"symmetric buffer {self._num_allocations}"

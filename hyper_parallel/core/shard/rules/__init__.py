@@ -3,4 +3,25 @@
 
 def load() -> None:
     """Register every rule of the library."""
-    from hyper_parallel.core.shard.rules import einsum, elementwise, linalg, matmul  # noqa: F401
+    from hyper_parallel.core.shard.rules import (  # noqa: F401
+        attention,
+        conversion,
+        convolution,
+        creation,
+        cross_entropy,
+        einsum,
+        elementwise,
+        extremes,
+        indexing,
+        linalg,
+        losses,
+        matmul,
+        moments,
+        normalisation,
+        ordering,
+        reductions,
+        scatter_gather,
+        shape,
+        softmax,
+        views,
+    )

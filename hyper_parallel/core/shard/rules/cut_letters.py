@@ -1,8 +1,8 @@
 """What local implementations share: their arguments by name, the groups over which letters are cut, and sums over them.
 
 Note [Numbers come from the call]
-A plan serves all calls that differ only in floating-point numbers. So a rule must not decide by one (an epsilon, the order
-of a norm), nor a local implementation close over one: it reads them from the arguments of each call.
+A plan serves all calls that differ only in floating-point numbers. So a rule must not decide by one (an epsilon, the
+order of a norm), nor a local implementation close over one: it reads them from the arguments of each call.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def call_with(call: LocalCall, names: Sequence[str], **changed: Any) -> Any:
     args, kwargs = list(call.args), dict(call.kwargs)
     for name, value in changed.items():
         place = names.index(name)
-        if place < len(args):
-            args[place] = value
-        else:
+        if name in kwargs or place >= len(args):
             kwargs[name] = value
+        else:
+            args[place] = value
     return call.func(*args, **kwargs)
 
 

@@ -12,7 +12,7 @@ _ELLIPSIS = "..."
 
 @rule("einsum")
 def einsum(call: OpCall) -> Signature | None:
-    """Letters repeated within one operand (diagonals) stay whole; dims of size 1 stretch to the others of their letter."""
+    """Letters repeated within one operand (diagonals) stay whole; dims of size 1 stretch to the letter's others."""
     operands, output = _parse(call.args)
     if len(operands) != len(call.tensors):
         return None
@@ -33,7 +33,10 @@ def einsum(call: OpCall) -> Signature | None:
                 sizes[letter] = size
     whole = {letter for labels in spread for letter in labels if labels.count(letter) > 1}
     inputs = tuple(
-        tuple(None if letter in whole or size != sizes[letter] else letter for letter, size in zip(labels, shape, strict=True))
+        tuple(
+            None if letter in whole or size != sizes[letter] else letter
+            for letter, size in zip(labels, shape, strict=True)
+        )
         for labels, shape in zip(spread, shapes, strict=True)
     )
     out: Labels = tuple(None if letter in whole else letter for letter in output)
@@ -69,7 +72,7 @@ def _spread(labels: list[str], ndim: int, num_stretched: int) -> list[str]:
 
 
 def _implicit_output(operands: list[list[str]], num_stretched: int) -> list[str]:
-    """As for numpy: the ellipsis, then the letters that appear once, in order (capitals before small letters; numbers)."""
+    """As for numpy: the ellipsis, then the letters that appear once, in order, capitals before small letters."""
     every = [letter for labels in operands for letter in labels if not letter.startswith(_ELLIPSIS)]
     once = [letter for letter in every if every.count(letter) == 1]
     ellipsis = [f"...{number}" for number in range(num_stretched)]

@@ -171,7 +171,9 @@ def _arg_extreme(call: LocalCall) -> Any:
     return index if given["keepdim"] else index.squeeze(dims)
 
 
-def _global_flat_index(flat: Any, block_shape: tuple[int, ...], offsets: tuple[int, ...], shape: tuple[int, ...]) -> Any:
+def _global_flat_index(
+    flat: Any, block_shape: tuple[int, ...], offsets: tuple[int, ...], shape: tuple[int, ...]
+) -> Any:
     """The place in the flattened global tensor of the element at place ``flat`` of the flattened block."""
     index: Any = 0
     for dim in reversed(range(len(shape))):

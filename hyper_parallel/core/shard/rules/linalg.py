@@ -30,6 +30,8 @@ _ITEM_DIMS = {
     "linalg_householder_product": (2, 1),
     "ormqr": (2, 1, 2),
 }
+# The framework refuses an empty batch, which a rank may have where the cut is uneven.
+_REFUSE_EMPTY = frozenset({"linalg_cond"})
 
 
 @rule(*_ITEM_DIMS)
@@ -63,4 +65,5 @@ def _by_batch(call: OpCall, item_dims: tuple[int, ...]) -> Signature | None:
         for spec, dims in zip(call.tensors, item_dims, strict=True)
     )
     outputs = tuple((*batch, *(None,) * (len(shape) - batch_rank)) for shape in call.outputs)
-    return Signature(inputs, outputs)
+    even = frozenset(map(str, batch)) if call.name in _REFUSE_EMPTY else frozenset()
+    return Signature(inputs, outputs, even=even)

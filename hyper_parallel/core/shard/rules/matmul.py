@@ -32,7 +32,8 @@ def matmul(call: OpCall) -> Signature:
     batch = letters(max(first.ndim, second.ndim, 2) - 2)
     sizes = call.outputs[0][: len(batch)]
     inputs = tuple(
-        (*align(spec.shape[: spec.ndim - len(own)], batch, sizes), *own) for spec, own in ((first, left), (second, right))
+        (*align(spec.shape[: spec.ndim - len(own)], batch, sizes), *own)
+        for spec, own in ((first, left), (second, right))
     )
     out = (*batch, *left[:-1], *right[1:])
     return Signature(inputs, (out,), reduces={"K": "sum"}, linear=_ALONE)
@@ -51,19 +52,28 @@ def linear(call: OpCall) -> Signature:
 def bilinear(call: OpCall) -> Signature:
     batch = letters(call.tensors[0].ndim - 1)
     product = ((*batch, "I"), (*batch, "J"), ("N", "I", "J"))
-    return _plus_term(call, 3, product, ("N",), (*batch, "N"), {"I": "sum", "J": "sum"})
+    # The framework refuses items without features, which a rank may have where the cut is uneven.
+    even = frozenset({"I", "J"})
+    return _plus_term(call, 3, product, ("N",), (*batch, "N"), {"I": "sum", "J": "sum"}, even)
 
 
 def _plus_term(
-    call: OpCall, term: int, product: tuple[Labels, ...], term_labels: Labels, output: Labels, reduces: dict[str, str]
+    call: OpCall,
+    term: int,
+    product: tuple[Labels, ...],
+    term_labels: Labels,
+    output: Labels,
+    reduces: dict[str, str],
+    even: frozenset[str] = frozenset(),
 ) -> Signature:
     """A product of ``term`` factors, with or without a term that comes behind them."""
     alone = tuple(frozenset({factor}) for factor in range(term))
     if len(call.tensors) == term:
-        return Signature(product, (output,), reduces=reduces, linear=alone)
+        return Signature(product, (output,), reduces=reduces, linear=alone, even=even)
     together = tuple(frozenset({factor, term}) for factor in range(term))
     linear_in = (*alone, *together)
-    return Signature((*product, term_labels), (output,), reduces=reduces, linear=linear_in, **added_once(term))
+    inputs = (*product, term_labels)
+    return Signature(inputs, (output,), reduces=reduces, linear=linear_in, even=even, **added_once(term))
 
 
 _TERM_PLUS_PRODUCT = {
@@ -164,7 +174,7 @@ def vecdot(call: OpCall) -> Signature:
 
 @rule("kron")
 def kron(call: OpCall) -> Signature:
-    """Every element of the first times all of the second: cut where the first is cut evenly, or the other has size 1."""
+    """Every element of the first times all of the second: cut where the first is cut evenly, or has size 1."""
     ndim = len(call.outputs[0])
     padded = [(1,) * (ndim - spec.ndim) + spec.shape for spec in call.tensors]
     output = letters(ndim)
@@ -200,5 +210,3 @@ def cross(call: OpCall) -> Signature:
     )
     output = tuple(None if label == whole else label for label in letters(len(size)))
     return Signature(inputs, (output,), linear=_ALONE)
-
-

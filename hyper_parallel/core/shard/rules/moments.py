@@ -54,7 +54,7 @@ def var_std(call: OpCall) -> Signature | None:
 
 
 def _spread_arguments(call: OpCall | LocalCall) -> dict[str, Any]:
-    """``var(x, unbiased)`` and ``var(x, dim, unbiased, keepdim)`` are forms of their own beside that with a correction."""
+    """``var(x, unbiased)`` and ``var(x, dim, unbiased, keepdim)`` are forms beside the one with a correction."""
     is_short = len(call.args) > 1 and isinstance(call.args[1], bool)
     names = ("input", "unbiased") if is_short else ("input", "dim", "unbiased", "keepdim")
     given = arguments(call, *names, dim=None, unbiased=True, keepdim=False, correction=None)
@@ -155,7 +155,8 @@ def dist(call: OpCall) -> Signature | None:
         return None
     ndim = max(spec.ndim for spec in call.tensors)
     sizes = [
-        {spec.shape[spec.ndim - back] for spec in call.tensors if spec.ndim >= back} - {1} for back in range(ndim, 0, -1)
+        {spec.shape[spec.ndim - back] for spec in call.tensors if spec.ndim >= back} - {1}
+        for back in range(ndim, 0, -1)
     ]
     shape = tuple(next(iter(size), 1) for size in sizes)
     inputs = broadcast_labels([spec.shape for spec in call.tensors], shape)

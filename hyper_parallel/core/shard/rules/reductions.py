@@ -9,12 +9,19 @@ from hyper_parallel.core.shard.rule_table import rule
 from hyper_parallel.core.shard.rules.cut_letters import (
     all_reduced,
     arguments,
-    call_with,
     group_of,
     is_cut,
     num_elements,
 )
-from hyper_parallel.core.shard.signature import Labels, LocalCall, OpCall, Signature, TensorSpec, broadcast_labels, letters
+from hyper_parallel.core.shard.signature import (
+    Labels,
+    LocalCall,
+    OpCall,
+    Signature,
+    TensorSpec,
+    broadcast_labels,
+    letters,
+)
 from hyper_parallel.platform import get_platform
 
 _platform = get_platform()
@@ -41,8 +48,8 @@ def reduction(
 ) -> Signature | None:
     """The signature of an operator that reduces ``dim`` of its first tensor; None when the results have other shapes.
 
-    With ``pending`` cut dims leave a pending sum; else ``local`` reduces them itself, and without ``local`` they must be
-    whole. With ``only_if_cut`` the plain call does where none of them is cut.
+    With ``pending`` cut dims leave a pending sum; else ``local`` reduces them itself, and without ``local`` they must
+    be whole. With ``only_if_cut`` the plain call does where none of them is cut.
     """
     shape = call.tensors[0].shape
     dims = reduced_dims(len(shape), dim)
@@ -168,7 +175,9 @@ def quantile(call: OpCall) -> Signature | None:
         return Signature(tuple((None,) * one.ndim for one in call.tensors), (kept,))
     inputs: tuple[Labels, ...] = (tuple(None if one in dims else label for one, label in enumerate(labels)),)
     inputs += tuple((None,) * one.ndim for one in call.tensors[1:])
-    kept = tuple(None if one in dims else label for one, label in enumerate(labels) if given["keepdim"] or one not in dims)
+    kept = tuple(
+        None if one in dims else label for one, label in enumerate(labels) if given["keepdim"] or one not in dims
+    )
     return Signature(inputs, ((*(None,) * (len(call.outputs[0]) - len(kept)), *kept),))
 
 
@@ -190,7 +199,14 @@ def _along_dim(call: OpCall, dim: int, keepdim: bool) -> Signature | None:
     if len(call.tensors) != 2 or ndim == 0:
         return None
     shape = tuple(
-        max((spec.shape[spec.ndim - back] for spec in call.tensors if spec.ndim >= back and spec.shape[spec.ndim - back] != 1), default=1)
+        max(
+            (
+                spec.shape[spec.ndim - back]
+                for spec in call.tensors
+                if spec.ndim >= back and spec.shape[spec.ndim - back] != 1
+            ),
+            default=1,
+        )
         for back in range(ndim, 0, -1)
     )
     dim %= ndim

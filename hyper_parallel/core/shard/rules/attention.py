@@ -1,0 +1,171 @@
+"""Scaled dot-product attention: batch dims and heads may be cut, and the queries; keys and values stay whole.
+
+Note [Heads that share keys]
+With fewer key heads than query heads, query head h uses key head h // (query heads per key head). Where the number of
+parts divides the number of key heads, all three are cut together. Where it does not, the keys and values stay whole and
+every rank picks those of its own query heads.
+
+Note [Causal attention over cut queries]
+``is_causal`` means that query i sees the keys up to i, counted from the start of both. A rank whose queries start at an
+offset says so with a mask, and leaves out the keys that none of its queries sees.
+
+Note [The same dropout under every layout]
+The framework's kernel draws its own random numbers, which would differ with the layout. With dropout the weights are
+computed in the open and masked with numbers that are addressed by global position.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from hyper_parallel.core.dtensor import random_state
+from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.dtensor.random_fill import random_block
+from hyper_parallel.core.shard.rule_table import rule
+from hyper_parallel.core.shard.rules.matmul import align
+from hyper_parallel.core.shard.signature import LocalCall, OpCall, Signature, TensorSpec, letters
+from hyper_parallel.platform import get_platform
+
+_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+_HEADS, _QUERIES, _FEATURES = "H", "L", "V"
+
+
+@rule("scaled_dot_product_attention")
+def scaled_dot_product_attention(call: OpCall) -> Signature | None:
+    given = call.bind(*_NAMES)
+    query, key, value, mask = (given.get(name) for name in _NAMES[:4])
+    if not all(isinstance(spec, TensorSpec) for spec in (query, key, value)):
+        return None
+    output = call.outputs[0]
+    has_heads = len(output) > 3
+    batch = (*letters(len(output) - 3), _HEADS) if has_heads else letters(len(output) - 2)
+    shares_heads = has_heads and bool(given.get("enable_gqa")) and query.shape[-3] != key.shape[-3]
+
+    def leading(spec: TensorSpec) -> tuple[Any, ...]:
+        return align(spec.shape[:-2], batch, output[:-2])
+
+    divisors = {}
+    keys, values = leading(key), leading(value)
+    if shares_heads:
+        together = key.shape[-3] % _num_parts(query, -3) == 0
+        keys, values = ((*labels[:-1], _HEADS if together else None) for labels in (keys, values))
+        divisors = {_HEADS: key.shape[-3]} if together else {}
+    inputs = [(*leading(query), _QUERIES, None), (*keys, None, None), (*values, None, _FEATURES)]
+    if isinstance(mask, TensorSpec):
+        rows = align(mask.shape[:-1], (*batch, _QUERIES), output[:-1])
+        inputs.append((*rows, None))
+    return Signature(
+        tuple(inputs),
+        ((*batch, _QUERIES, _FEATURES),),
+        divisors=divisors,
+        linear=(frozenset({2}),),
+        local=_attend,
+        needs_local=_needs_care,
+    )
+
+
+def _num_parts(spec: TensorSpec, dim: int) -> int:
+    return math.prod(spec.layout.mesh.shape[axis] for axis in spec.layout.cuts[dim])
+
+
+def _arguments(call: LocalCall) -> dict[str, Any]:
+    given = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False}
+    given.update(zip(_NAMES, call.args, strict=False))
+    given.update(call.kwargs)
+    return given
+
+
+def _needs_care(call: LocalCall) -> bool:
+    given = _arguments(call)
+    # Whether there is dropout is only known when the call is made: plans do not depend on floating-point numbers.
+    may_drop = len(call.args) > 4 or "dropout_p" in call.kwargs
+    cuts_queries = bool(given["is_causal"]) and bool(call.axes.get(_QUERIES))
+    is_empty = 0 in call.local_output_shape() or any(
+        0 in layout.local_shape(shape) for layout, shape in zip(call.inputs, call.input_shapes, strict=True)
+    )
+    return may_drop or cuts_queries or is_empty or _picks_heads(call, bool(given["enable_gqa"]))
+
+
+def _picks_heads(call: LocalCall, shares_heads: bool) -> bool:
+    """Whether query heads are cut while the key heads they share are whole."""
+    if not shares_heads or not call.axes.get(_HEADS):
+        return False
+    return call.input_shapes[1][-3] > 1 and not call.inputs[1].cuts[-3]
+
+
+def _attend(call: LocalCall) -> Any:
+    given = _arguments(call)
+    query, key, value, mask = (given[name] for name in _NAMES[:4])
+    shares_heads = bool(given["enable_gqa"])
+    is_causal = bool(given["is_causal"])
+    scale = given["scale"]
+    if _picks_heads(call, shares_heads):
+        key, value = _keys_of_own_heads(call, key), _keys_of_own_heads(call, value)
+        shares_heads = False
+    length, offset = query.shape[-2], call.inputs[0].local_offset(call.input_shapes[0])[-2]
+    if is_causal and call.axes.get(_QUERIES):
+        num_keys = min(offset + length, key.shape[-2])
+        key, value = key.narrow(-2, 0, num_keys), value.narrow(-2, 0, num_keys)
+        mask = _causal_mask(query, offset, length, num_keys)
+        is_causal = False
+    is_empty = 0 in (*query.shape, *key.shape, *value.shape)
+    if not given["dropout_p"] and not is_empty:
+        shared = {"enable_gqa": True} if shares_heads else {}
+        return call.func(query, key, value, attn_mask=mask, is_causal=is_causal, scale=scale, **shared)
+    if is_causal:
+        mask = _causal_mask(query, offset, length, key.shape[-2])
+    return _in_the_open(call, query, key, value, mask, given["dropout_p"], scale, shares_heads)
+
+
+def _keys_of_own_heads(call: LocalCall, keys: Any) -> Any:
+    """The keys of the query heads that this rank has; see Note [Heads that share keys]."""
+    num_query_heads = call.input_shapes[0][-3]
+    per_key_head = num_query_heads // keys.shape[-3]
+    block, start = call.inputs[0].local_region(call.input_shapes[0])
+    heads = [(start[-3] + head) // per_key_head for head in range(block[-3])]
+    return keys.index_select(-3, get_platform().index_tensor([heads], keys.device)[0])
+
+
+def _causal_mask(query: Any, offset: int, length: int, num_keys: int) -> Any:
+    platform = get_platform()
+    rows = platform.arange(offset, offset + length, device=query.device)
+    return rows.unsqueeze(-1) >= platform.arange(0, num_keys, device=query.device)
+
+
+def _in_the_open(
+    call: LocalCall,
+    query: Any,
+    key: Any,
+    value: Any,
+    mask: Any,
+    dropout: float,
+    scale: float | None,
+    shares_heads: bool,
+) -> Any:
+    """The definition, step by step; see Note [The same dropout under every layout]."""
+    platform = get_platform()
+    if shares_heads and key.shape[-3] > 0:
+        repeats = query.shape[-3] // key.shape[-3]
+        key, value = (tensor.repeat_interleave(repeats, -3) for tensor in (key, value))
+    scores = query.matmul(key.transpose(-2, -1)) * (scale if scale is not None else 1 / math.sqrt(query.shape[-1]))
+    if mask is not None and mask.dtype == platform.str_to_dtype("bool"):
+        weights = scores.masked_fill(mask.logical_not(), -math.inf).softmax(-1)
+        # A query that sees nothing gets zeros, as from the framework's kernel, and not the average of nothing.
+        weights = weights.masked_fill(mask.any(-1, keepdim=True).logical_not(), 0.0)
+    else:
+        weights = (scores if mask is None else scores + mask).softmax(-1)
+    if dropout:
+        keep = _keep_mask(call, weights, 1.0 - dropout)
+        weights = weights * keep * (0.0 if dropout == 1.0 else 1.0 / (1.0 - dropout))
+    return weights.matmul(value)
+
+
+def _keep_mask(call: LocalCall, weights: Any, keep: float) -> Any:
+    """Ones and zeros for this rank's weights, of (..., heads, queries, keys); keys that are left out come last."""
+    cuts = [*call.outputs[0].cuts[:-1], ()]
+    shape = (*call.output_shapes[0][:-1], call.input_shapes[1][-2])
+    layout = Layout.of(call.mesh, cuts)
+    draw = random_state.next_draw()
+    block = random_block("bernoulli", {"p": keep}, draw, layout, shape, weights.dtype, weights.device)
+    return block.narrow(-1, 0, weights.shape[-1])

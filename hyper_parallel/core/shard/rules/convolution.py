@@ -1,0 +1,191 @@
+"""Convolutions, pooling and resampling: batch and channels may be cut, the space stays whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from hyper_parallel.core.shard.added_term import is_counted_here, replace_tensor
+from hyper_parallel.core.shard.empty_blocks import block_tensors, has_empty_block, zeros_in_graph
+from hyper_parallel.core.shard.rule_table import rule
+from hyper_parallel.core.shard.rules.cut_letters import call_with
+from hyper_parallel.core.shard.signature import Labels, LocalCall, OpCall, Signature, letters
+from hyper_parallel.platform import get_platform
+
+_FORWARD = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+_TRANSPOSED = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
+_LINEAR = (frozenset({0}), frozenset({1}), frozenset({0, 2}), frozenset({1, 2}))
+
+
+@rule("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+def convolution(call: OpCall) -> Signature | None:
+    """Cut input channels leave a pending sum, to which the bias is added once. With groups whole groups are cut."""
+    transposed = call.name.startswith("conv_transpose")
+    names = _TRANSPOSED if transposed else _FORWARD
+    groups = call.bind(*names, groups=1)["groups"]
+    space = (None,) * (call.tensors[1].ndim - 2)
+    batch: Labels = ("n",) if call.tensors[0].ndim == len(space) + 2 else ()
+    channels: tuple[Labels, ...]
+    if groups == 1:
+        into, out = "c", "o"
+        channels = (("c", "o"),) if transposed else (("o", "c"),)
+    else:
+        into = out = "g"
+        channels = (("g", None),)
+    inputs: tuple[Labels, ...] = ((*batch, into, *space), (*channels[0], *space))
+    if len(call.tensors) > 2:
+        inputs = (*inputs, (out,))
+    return Signature(
+        inputs,
+        ((*batch, out, *space),),
+        reduces={"c": "sum"} if groups == 1 else {},
+        divisors={"g": groups} if groups > 1 else {},
+        linear=_LINEAR,
+        local=lambda local: _convolve(local, names, groups),
+        needs_local=_needs_care,
+    )
+
+
+def _needs_care(call: LocalCall) -> bool:
+    return bool(call.axes.get("g")) or has_empty_block(call) or (len(call.inputs) > 2 and not is_counted_here(call, 2))
+
+
+def _convolve(call: LocalCall, names: tuple[str, ...], groups: int) -> Any:
+    if has_empty_block(call):
+        return _of_nothing(call)
+    if len(call.inputs) > 2 and not is_counted_here(call, 2):
+        args, kwargs = replace_tensor(call, 2, get_platform().silenced)
+        return call.func(*args, **kwargs)
+    num_parts = math.prod(call.mesh.shape[axis] for axis in call.axes.get("g", ()))
+    return call_with(call, names, groups=groups // num_parts)
+
+
+def _of_nothing(call: LocalCall) -> Any:
+    """Without channels or samples there is nothing to add up: zeros, plus the bias where this rank adds it."""
+    result = zeros_in_graph(call)
+    if len(call.inputs) > 2 and is_counted_here(call, 2):
+        result = result + block_tensors(call)[2].reshape((-1, *(1,) * (call.inputs[1].ndim - 2)))
+    return result
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Operators on each channel by itself
+# ---------------------------------------------------------------------------------------------------------------------
+
+_LINEAR_POOLS = ("avg_pool{}d", "adaptive_avg_pool{}d")
+_MAX_POOLS = ("max_pool{}d", "adaptive_max_pool{}d", "max_pool{}d_with_indices", "adaptive_max_pool{}d_with_indices")
+_UPSAMPLE = (
+    *("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_linear1d", "upsample_bilinear2d"),
+    *("upsample_trilinear3d", "upsample_bicubic2d", "_upsample_nearest_exact1d", "_upsample_nearest_exact2d"),
+    *("_upsample_nearest_exact3d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa", "_upsample_lanczos2d_aa"),
+)
+
+
+def _per_channel(num_spatial: int, is_linear: bool) -> Callable[[OpCall], Signature]:
+    def signature(call: OpCall) -> Signature:
+        leading = letters(call.tensors[0].ndim - num_spatial)
+        labels = (*leading, *(None,) * num_spatial)
+        # An index of the largest element counts within its channel.
+        return Signature(
+            (labels,) * len(call.tensors),
+            (labels,) * len(call.outputs),
+            linear=(frozenset({0}),) if is_linear else (),
+            local=_nothing_of_nothing,
+            needs_local=has_empty_block,
+        )
+
+    return signature
+
+
+def _nothing_of_nothing(call: LocalCall) -> Any:
+    results = [zeros_in_graph(call, index) for index in range(len(call.outputs))]
+    if len(results) == 1:
+        return results[0]
+    return (results[0], *(get_platform().tensor_type_cast(result, "int64") for result in results[1:]))
+
+
+for _rank in (1, 2, 3):
+    for _name in _LINEAR_POOLS:
+        rule(_name.format(_rank))(_per_channel(_rank, True))
+    for _name in _MAX_POOLS:
+        rule(_name.format(_rank))(_per_channel(_rank, False))
+for _rank in (2, 3):
+    rule(f"max_unpool{_rank}d")(_per_channel(_rank, False))
+for _name in _UPSAMPLE:
+    rule(_name)(_per_channel(int(next(character for character in _name if character.isdigit())), True))
+
+
+@rule("grid_sampler", "grid_sampler_2d", "grid_sampler_3d")
+def grid_sampler(call: OpCall) -> Signature:
+    """Every sampling point reads the whole picture of its sample, in every channel."""
+    places = letters(call.tensors[1].ndim - 2)
+    inputs = (("N", "C", *(None,) * len(places)), ("N", *places, None))
+    return Signature(
+        inputs,
+        (("N", "C", *places),),
+        linear=(frozenset({0}),),
+        local=_nothing_of_nothing,
+        needs_local=has_empty_block,
+    )
+
+
+@rule("affine_grid_generator")
+def affine_grid_generator(call: OpCall) -> Signature:
+    names = ("theta", "size", "align_corners")
+
+    def local(block: LocalCall) -> Any:
+        given = dict(zip(names, block.args, strict=False)) | dict(block.kwargs)
+        return call_with(block, names, size=[given["theta"].shape[0], *given["size"][1:]])
+
+    output = ("n", *(None,) * (len(call.outputs[0]) - 1))
+    return Signature((("n", None, None),), (output,), linear=(frozenset({0}),), local=local)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Operators that move elements between channels and space
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@rule("pixel_shuffle", "pixel_unshuffle")
+def pixel_shuffle(call: OpCall) -> Signature:
+    """(..., c * r * r, h, w) to (..., c, h * r, w * r) or back: whole output channels, rows and columns may be cut."""
+    shape, output = call.tensors[0].shape, call.outputs[0]
+    labels = letters(len(shape))
+    divisors = {str(labels[dim]): math.gcd(shape[dim], output[dim]) for dim in (-3, -2, -1)}
+    return Signature(
+        (labels,),
+        (labels,),
+        divisors=divisors,
+        linear=(frozenset({0}),),
+        local=_nothing_of_nothing,
+        needs_local=has_empty_block,
+    )
+
+
+@rule("channel_shuffle", "native_channel_shuffle")
+def channel_shuffle(call: OpCall) -> Signature:
+    names = letters(call.tensors[0].ndim)
+    labels = (names[0], None, *names[2:])
+    return Signature(
+        (labels,), (labels,), linear=(frozenset({0}),), local=_nothing_of_nothing, needs_local=has_empty_block
+    )
+
+
+@rule("im2col", "col2im")
+def columns(call: OpCall) -> Signature:
+    """(n, c, h, w) to (n, c * window, positions) or back; without a batch the n is missing."""
+    shape, output = call.tensors[0].shape, call.outputs[0]
+    pictures = shape if call.name == "im2col" else output
+    has_batch = len(pictures) == 4
+    batch: Labels = ("n",) if has_batch else ()
+    labels = ((*batch, "c", None, None), (*batch, "c", None))
+    inputs, outputs = labels if call.name == "im2col" else reversed(labels)
+    return Signature(
+        (inputs,),
+        (outputs,),
+        divisors={"c": pictures[1 if has_batch else 0]},
+        linear=(frozenset({0}),),
+        local=_nothing_of_nothing,
+        needs_local=has_empty_block,
+    )

@@ -1,0 +1,60 @@
+"""New tensors like an existing one: of its shape they get its layout, of another shape they are whole on every rank.
+
+The values of the existing one do not matter, so a pending reduction is left alone: the new tensor is whole where the
+existing one is pending.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hyper_parallel.core.dtensor.distributed_tensor import DTensor
+from hyper_parallel.core.shard.special_ops import SPECIAL_OPS
+from hyper_parallel.platform import get_platform
+
+_platform = get_platform()
+
+
+def _like(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor = args[0] if args else kwargs["input"]
+    plain_args, plain_kwargs = _platform.blocks_of(args, kwargs)
+    made = func(*plain_args, **plain_kwargs)
+    return _platform.as_dtensor(DTensor, made, tensor.layout.gradient(), tensor.shape)
+
+
+def _new(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor, given = args[0], list(args[1:])
+    has_size = "size" in kwargs
+    name = _platform.get_op_name(func)
+    sizes: Any = kwargs.pop("size") if has_size else given
+    if not has_size and name == "new_full":
+        sizes, given = given[0], given[1:]
+    elif not has_size:
+        sizes, given = (sizes[0] if sizes and isinstance(sizes[0], (list, tuple)) else sizes), []
+    shape = tuple(int(size) for size in sizes)
+    layout = tensor.layout.gradient() if shape == tuple(tensor.shape) else None
+    block = _platform.local_alias(tensor)
+    made = func(block, shape if layout is None else layout.local_shape(shape), *given, **kwargs)
+    if layout is None:
+        return DTensor.from_local(made.detach(), tensor.device_mesh).requires_grad_(made.requires_grad)
+    return _platform.as_dtensor(DTensor, made, layout, shape)
+
+
+def _new_tensor(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor, *rest = args
+    if isinstance(rest[0] if rest else kwargs.get("data"), DTensor):
+        raise TypeError(
+            "new_tensor: the data is a distributed tensor already; write clone().detach(), or to(...) for another dtype"
+        )
+    made = func(_platform.local_alias(tensor), *rest, **kwargs)
+    return DTensor.from_local(made.detach(), tensor.device_mesh).requires_grad_(made.requires_grad)
+
+
+SPECIAL_OPS.update(
+    {
+        **dict.fromkeys(("zeros_like", "ones_like", "full_like", "empty_like"), _like),
+        **dict.fromkeys(("new_zeros", "new_ones", "new_full", "new_empty"), _new),
+        "new_tensor": _new_tensor,
+    }
+)

@@ -1,0 +1,216 @@
+"""Cross entropy and negative log-likelihood, also over cut classes: the logits stay where they are.
+
+Of each row four numbers travel at most: its largest logit, the sum of its exponentials, the logit of its target, and,
+when labels are smoothed, the sum of its logits.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from hyper_parallel.core.shard.rule_table import rule
+from hyper_parallel.core.shard.rules.cut_letters import (
+    all_reduced,
+    arguments,
+    block_region,
+    call_with,
+    group_of,
+    in_working_precision,
+    is_cut,
+    sum_over,
+    varied,
+)
+from hyper_parallel.core.shard.rules.losses import loss_signature
+from hyper_parallel.core.shard.rules.softmax import cut_logsumexp
+from hyper_parallel.core.shard.signature import Labels, LocalCall, OpCall, Signature, TensorSpec, letters
+from hyper_parallel.platform import get_platform
+
+_platform = get_platform()
+_ARGUMENTS = ("input", "target", "weight", "reduction", "ignore_index", "label_smoothing")
+_DEFAULTS = {"weight": None, "reduction": 1, "ignore_index": -100, "label_smoothing": 0.0}
+
+
+@rule("cross_entropy_loss", "nll_loss_nd")
+def cross_entropy(call: OpCall) -> Signature | None:
+    given = arguments(call, *_ARGUMENTS, **_DEFAULTS)
+    logits, target = given["input"], given["target"]
+    if not isinstance(logits, TensorSpec):
+        return None
+    labels = letters(logits.ndim)
+    class_dim = _class_dim(logits.ndim)
+    rows = labels[:class_dim] + labels[class_dim + 1 :]
+    by_tensor: dict[int, Labels] = {id(given["weight"]): (labels[class_dim],)}
+    if isinstance(target, TensorSpec):
+        by_tensor[id(target)] = labels if _is_distribution(logits.shape, target.shape) else rows
+    by_tensor[id(logits)] = labels
+    inputs = tuple(by_tensor[id(spec)] for spec in call.tensors)
+    if given["reduction"] not in (0, 1, 2) or any(
+        len(one) != spec.ndim for one, spec in zip(inputs, call.tensors, strict=True)
+    ):
+        return None
+    return loss_signature(
+        inputs,
+        rows,
+        given["reduction"],
+        handled=frozenset({labels[class_dim]}),
+        local=_cross_entropy,
+        needs_local=lambda planned: is_cut(planned, labels),
+    )
+
+
+def _class_dim(ndim: int) -> int:
+    return 0 if ndim == 1 else 1
+
+
+def _is_distribution(logits: tuple[int, ...], target: tuple[int, ...]) -> bool:
+    """Whether the target gives a probability for every class instead of one class."""
+    return tuple(logits) == tuple(target)
+
+
+def _cross_entropy(call: LocalCall) -> Any:
+    """A loss per row, and the sum of all rows on this rank divided by what the mean is over on all ranks."""
+    given = arguments(call, *_ARGUMENTS, **_DEFAULTS)
+    logits, shape = given["input"], call.input_shapes[0]
+    labels = letters(len(shape))
+    class_dim = _class_dim(len(shape))
+    is_distribution = _is_distribution(tuple(logits.shape), tuple(given["target"].shape))
+    group = group_of(call, labels[class_dim : class_dim + 1])
+    rows = None if is_distribution else _CutRows(call, given, group, class_dim)
+    if group is None:
+        losses = call_with(call, _ARGUMENTS, reduction=0)
+    elif rows is None:
+        losses = _of_distribution(given, group, class_dim, shape[class_dim])
+    elif _platform.get_op_name(call.func) == "nll_loss_nd":
+        losses = rows.likelihood()
+    else:
+        losses = rows.entropy()
+    if given["reduction"] == 0:
+        return losses.to(logits.dtype)
+    if given["reduction"] == 2:
+        return losses.sum().to(logits.dtype)
+    if rows is None:
+        total: Any = math.prod(size for dim, size in enumerate(shape) if dim != class_dim)
+    else:
+        batch = group_of(call, labels[:class_dim] + labels[class_dim + 1 :])
+        total = all_reduced(rows.row_weights().sum(), "sum", batch)
+    return (losses / total).sum().to(logits.dtype)
+
+
+def _of_distribution(given: dict[str, Any], group: Any, class_dim: int, num_classes: int) -> Any:
+    """forward: the all-reduces of logsumexp and one more; backward: one all-reduce."""
+    logits, target = in_working_precision(given["input"]), in_working_precision(given["target"])
+    smoothing = given["label_smoothing"]
+    if smoothing:
+        target = target * (1 - smoothing) + smoothing / num_classes
+    if given["weight"] is not None:
+        target = target * _along(given["weight"], class_dim, logits.ndim)
+    normaliser = varied(cut_logsumexp(logits, (class_dim,), group), group)
+    return sum_over(((normaliser - logits) * target).sum(dim=class_dim), group)
+
+
+def _along(weight: Any, dim: int, ndim: int) -> Any:
+    return weight.reshape([weight.shape[0] if one == dim else 1 for one in range(ndim)])
+
+
+class _CutRows:
+    """Rows of class scores whose classes are cut over ``group``, or whole when it is None, with one target each."""
+
+    def __init__(self, call: LocalCall, given: dict[str, Any], group: Any, class_dim: int) -> None:
+        labels, shape = letters(len(call.input_shapes[0])), call.input_shapes[0]
+        sizes, offsets = block_region(call, labels, shape)
+        self.scores = given["input"]
+        self.group, self.dim = group, class_dim
+        self.num_classes, self.num_here = shape[class_dim], sizes[class_dim]
+        self.weight = given["weight"]
+        self.smoothing = given["label_smoothing"]
+        if self.weight is not None and _platform.needs_grad(self.weight):
+            raise RuntimeError("cross entropy has no gradient with respect to weight; give it weight.detach()")
+        target = given["target"].long()
+        self.ignored = target == given["ignore_index"]
+        self._check(target, given["ignore_index"])
+        own = target - offsets[class_dim]
+        self.is_elsewhere = ((own < 0) | (own >= self.num_here) | self.ignored).unsqueeze(class_dim)
+        self.own = own.clamp(0, max(self.num_here - 1, 0)).unsqueeze(class_dim)
+
+    def _check(self, target: Any, ignore_index: int) -> None:
+        # On an accelerator the question would wait for the device; there such a row gives what its weight gives.
+        if target.device.type != "cpu":
+            return
+        wrong = ((target < 0) | (target >= self.num_classes)) & self.ignored.logical_not()
+        if bool(wrong.any()):
+            raise IndexError(
+                f"cross entropy: the target {int(target[wrong].reshape(-1)[0])} is not one of the {self.num_classes} "
+                f"classes; targets are 0 to {self.num_classes - 1}, or ignore_index ({ignore_index})"
+            )
+
+    def at_target(self, scores: Any) -> Any:
+        """The scores of the targets that are here, zeros for the others; the class dim is kept."""
+        if self.num_here == 0:
+            return scores.sum(dim=self.dim, keepdim=True)
+        return scores.gather(self.dim, self.own).masked_fill(self.is_elsewhere, 0)
+
+    def row_weights(self) -> Any:
+        """The weights of the rows' targets, 0 for those to be ignored; whole on every rank of the group."""
+        if self.weight is None:
+            return in_working_precision(self.ignored.logical_not().to(self.scores.dtype))
+        if self.num_here == 0:
+            own = in_working_precision(self.weight.detach()).new_zeros(self.ignored.shape)
+        else:
+            own = in_working_precision(self.weight.detach())[self.own.squeeze(self.dim)]
+            own = own.masked_fill(self.is_elsewhere.squeeze(self.dim), 0)
+        return all_reduced(own, "sum", self.group)
+
+    def likelihood(self) -> Any:
+        """Per row the negative score of the target times its weight. One all-reduce forward, none backward."""
+        own = self.at_target(self.scores).squeeze(self.dim)
+        return -sum_over(own, self.group) * self.row_weights()
+
+    def entropy(self) -> Any:
+        """Per row the cross entropy with its target, smoothed over all classes."""
+        scores = in_working_precision(self.scores)
+        return _CutEntropy.apply(scores, self)
+
+
+class _CutEntropy(_platform.Function):  # type: ignore[misc, name-defined]
+    """forward: the all-reduces of logsumexp and one more; backward: nothing travels."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Any, rows: _CutRows) -> Any:
+        normaliser = cut_logsumexp(scores, (rows.dim,), rows.group)
+        weights = rows.row_weights().unsqueeze(rows.dim)
+        class_weights = None if rows.weight is None else _along(rows.weight, rows.dim, scores.ndim).to(scores.dtype)
+        terms = [rows.at_target(scores)]
+        weight_of_all: Any = float(rows.num_classes)
+        if rows.smoothing:
+            weighted = scores if class_weights is None else scores * class_weights
+            terms.append(weighted.sum(dim=rows.dim, keepdim=True))
+            if class_weights is not None:
+                weight_of_all = all_reduced(rows.weight.sum(), "sum", rows.group)
+        at_target, *of_all = all_reduced(
+            _platform.cat([term.unsqueeze(0) for term in terms]), "sum", rows.group
+        ).unbind(0)
+        result = (normaliser - at_target) * weights
+        ignored = rows.ignored.unsqueeze(rows.dim)
+        if of_all:
+            even = (normaliser * weight_of_all - of_all[0]) * (rows.smoothing / rows.num_classes)
+            result = result * (1 - rows.smoothing) + even
+        ctx.save_for_backward(scores, normaliser)
+        ctx.rows = (rows, weights, class_weights, weight_of_all, ignored)
+        return result.masked_fill(ignored, 0).squeeze(rows.dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        scores, normaliser = ctx.saved_tensors
+        rows, weights, class_weights, weight_of_all, ignored = ctx.rows
+        if _platform.needs_grad(scores):  # to be differentiated once more
+            normaliser = varied(cut_logsumexp(scores, (rows.dim,), rows.group), rows.group)
+        gradient = varied(gradient, rows.group).unsqueeze(rows.dim).masked_fill(ignored, 0)
+        at_target = gradient * weights * (1 - rows.smoothing)
+        even = gradient * (rows.smoothing / rows.num_classes)
+        answer = (scores - normaliser).exp() * (at_target + even * weight_of_all if rows.smoothing else at_target)
+        if rows.smoothing:
+            answer = answer - (even if class_weights is None else even * class_weights)
+        if rows.num_here:
+            answer = answer.scatter_add(rows.dim, rows.own, -at_target.masked_fill(rows.is_elsewhere, 0))
+        return answer, None

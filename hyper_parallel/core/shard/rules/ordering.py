@@ -1,0 +1,100 @@
+"""Operators that look along a dim in order: sorting, ranking, running sums, searching. Other dims stay cut."""
+
+from __future__ import annotations
+
+from hyper_parallel.core.shard.rule_table import rule
+from hyper_parallel.core.shard.rules.shape import all_together, dim_list
+from hyper_parallel.core.shard.rules.views import ALONE
+from hyper_parallel.core.shard.signature import Labels, OpCall, Signature, letters, without
+
+# The position of the dim among the arguments, behind the tensor, and its default.
+_DIMS = {
+    "sort": (("dim",), -1),
+    "argsort": (("dim",), -1),
+    "topk": (("k", "dim"), -1),
+    "kthvalue": (("k", "dim"), -1),
+    "cummax": (("dim",), None),
+    "cummin": (("dim",), None),
+    "cumprod": (("dim",), None),
+    "logcumsumexp": (("dim",), None),
+    "cumsum": (("dim",), None),
+}
+
+
+def _whole_dim(call: OpCall) -> Labels:
+    names, default = _DIMS[call.name.rstrip("_")]
+    bound = call.bind("input", *names, dim=default)
+    ndim = call.tensors[0].ndim
+    dim = bound.get("axis", bound["dim"])
+    # sort and argsort also begin with `stable`, given by keyword or in place of the dim.
+    if isinstance(dim, bool) or dim is None:
+        dim = -1
+    return without(letters(ndim), dim_list(dim, ndim))
+
+
+@rule("sort", "argsort", "topk", "cummax", "cummin", "cumprod", "logcumsumexp")
+def along_dim(call: OpCall) -> Signature | None:
+    if call.args[1:] and isinstance(call.args[1], bool):
+        return None
+    labels = _whole_dim(call)
+    return Signature((labels,), (labels,) * len(call.outputs))
+
+
+@rule("cumsum")
+def cumsum(call: OpCall) -> Signature:
+    labels = _whole_dim(call)
+    return Signature((labels,), (labels,), linear=ALONE)
+
+
+@rule("kthvalue")
+def kthvalue(call: OpCall) -> Signature:
+    labels = _whole_dim(call)
+    output = labels
+    if len(call.outputs[0]) < len(labels):
+        (dim,) = dim_list(call.bind("input", "k", "dim", dim=-1)["dim"], len(labels))
+        output = (*labels[:dim], *labels[dim + 1 :])
+    return Signature((labels,), (output,) * len(call.outputs))
+
+
+@rule("msort")
+def msort(call: OpCall) -> Signature:
+    labels = without(letters(call.tensors[0].ndim), [0])
+    return Signature((labels,), (labels,))
+
+
+@rule("diff")
+def diff(call: OpCall) -> Signature:
+    bound = call.bind("input", "n", "dim", dim=-1)
+    ndim = call.tensors[0].ndim
+    labels = without(letters(ndim), dim_list(bound["dim"], ndim))
+    return Signature((labels,) * len(call.tensors), (labels,), linear=all_together(call))
+
+
+@rule("bucketize")
+def bucketize(call: OpCall) -> Signature | None:
+    if len(call.tensors) == 1:  # a number is looked for
+        return Signature(((None,) * call.tensors[0].ndim,), ((None,) * len(call.outputs[0]),))
+    values = letters(call.tensors[0].ndim)
+    return Signature((values, (None,)), (values,))
+
+
+@rule("searchsorted")
+def searchsorted(call: OpCall) -> Signature | None:
+    sequence = call.tensors[0]
+    if call.kwargs.get("sorter") is not None:
+        return None
+    if len(call.tensors) == 1:
+        return Signature(((None,),), ((),))
+    values = letters(call.tensors[1].ndim)
+    leading = values[:-1] if sequence.ndim > 1 else ()
+    return Signature(((*leading, None), values), (values,))
+
+
+@rule("histc")
+def histc(call: OpCall) -> Signature | None:
+    """Counts of parts add up, when the range of values is given and not found in them."""
+    bound = call.bind("input", "bins", "min", "max", min=0, max=0)
+    if type(bound["min"]) is not int or type(bound["max"]) is not int or bound["min"] == bound["max"]:
+        return None
+    labels = letters(call.tensors[0].ndim)
+    return Signature((labels,), ((None,),), reduces=dict.fromkeys(labels, "sum"))  # type: ignore[arg-type]

@@ -1,0 +1,87 @@
+"""Softmax and its relatives under every layout, also along a cut dim."""
+
+import pytest
+import torch
+
+import hyper_parallel as hp
+from hyper_parallel.core.dtensor.comm_recorder import CommRecorder
+from hyper_parallel.core.shard.strict_mode import strict
+from tests.shard.validator import Sample, assert_valid, tensor
+from tests.world import run_on_ranks
+
+NAN, INF = float("nan"), float("inf")
+ROWS = torch.tensor(
+    [
+        [1.0, -INF, 2.0, 0.5],
+        [-INF, -INF, -INF, -INF],
+        [NAN, 1.0, 2.0, 3.0],
+        [INF, 1.0, INF, 0.0],
+        [1e4, -1e4, 1e4, 0.0],
+    ],
+    dtype=torch.float64,
+)
+SAMPLES = [
+    Sample("softmax", (tensor(5, 3), 0)),
+    Sample("softmax", (tensor(5, 3), -1)),
+    Sample("Tensor.softmax", (tensor(5, 3),), {"dim": 1}),
+    Sample("nn.functional.softmax", (tensor(2, 5, 3), 1)),
+    Sample("nn.functional.softmax", (tensor(5, 3, dtype=torch.float32), 0), {"dtype": torch.float64}),
+    Sample("softmax", (torch.arange(5), 0), {"dtype": torch.float64}),
+    Sample("softmax", (ROWS, 1)),
+    Sample("softmax", (ROWS, 0)),
+    Sample("softmax", (tensor(1, 3), 0)),
+    Sample("softmax", (tensor(0, 3), 0)),
+    Sample("softmax", (torch.tensor(3.0).double(), 0)),
+    Sample("special.softmax", (tensor(5, 3), 0)),
+    Sample("nn.functional.softmin", (tensor(5, 3),), {"dim": 0}),
+    Sample("nn.functional.softmax", (tensor(5, 3),)),
+    Sample("log_softmax", (tensor(5, 3), 0)),
+    Sample("nn.functional.log_softmax", (tensor(2, 5, 3), 1)),
+    Sample("log_softmax", (ROWS, 1)),
+    Sample("log_softmax", (tensor(1, 3), 0)),
+    Sample("log_softmax", (tensor(5, 3, dtype=torch.float32), 0, torch.float64)),
+    Sample("logsumexp", (tensor(5, 3), 0)),
+    Sample("logsumexp", (tensor(5, 3), (0, 1), True)),
+    Sample("logsumexp", (tensor(1, 3), 0)),
+    Sample("logsumexp", (ROWS, 1)),
+    Sample("logsumexp", (ROWS, 0)),
+    Sample("logsumexp", (torch.arange(5), 0)),
+    Sample("special.logsumexp", (tensor(5, 3), -1)),
+]
+
+
+def test_same_as_one_device(worlds) -> None:
+    assert_valid(worlds, SAMPLES, most=20)
+
+
+@run_on_ranks(2)
+@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+def test_rows_stay_cut(name: str) -> None:
+    mesh = hp.init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
+    x = hp.distribute_tensor(tensor(2, 50).requires_grad_(), mesh, [hp.Shard(1)])
+    with strict(implicit_redistribution=True), CommRecorder() as recorder:
+        result = getattr(torch, name)(x, 1)
+        assert result.layout is x.layout
+        result.backward(hp.distribute_tensor(tensor(2, 50, seed=1), mesh, [hp.Shard(1)]))
+    assert recorder.counts == {"all_reduce": 3}, recorder.table()
+    assert {record.shape for record in recorder.records} == {(2, 1)}
+
+
+@run_on_ranks(2)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_rounded_once(dtype: torch.dtype) -> None:
+    mesh = hp.init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
+    values = tensor(3, 301, high=6.0).to(dtype)
+    x = hp.distribute_tensor(values, mesh, [hp.Shard(1)])
+    for name in ("softmax", "log_softmax"):
+        ours = getattr(x, name)(1).full_tensor()
+        assert ours.dtype is dtype
+        torch.testing.assert_close(ours, getattr(values, name)(1), rtol=2 * torch.finfo(dtype).eps, atol=0)
+
+
+@run_on_ranks(2)
+def test_a_dim_that_does_not_exist() -> None:
+    mesh = hp.init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
+    x = hp.distribute_tensor(tensor(5, 3), mesh, [hp.Shard(0)])
+    with pytest.raises(IndexError, match=r"softmax on distributed tensors of global shape \(5, 3\)"):
+        torch.softmax(x, 2)

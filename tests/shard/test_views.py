@@ -1,0 +1,141 @@
+"""Views: other sizes for the same elements, under every layout, and that they stay views."""
+
+import pytest
+import torch
+
+import hyper_parallel as hp
+from hyper_parallel.core.shard.rules.views import view_labels
+from hyper_parallel.core.shard.strict_mode import strict
+from tests.shard.validator import Sample, assert_valid, tensor
+from tests.world import run_on_ranks
+
+VIEW = [
+    Sample("Tensor.view", (tensor(4, 6), 24)),
+    Sample("Tensor.view", (tensor(4, 6), -1, 3)),
+    Sample("Tensor.view", (tensor(4, 6), (2, 2, 6))),
+    Sample("Tensor.view", (tensor(24), 4, -1)),
+    Sample("Tensor.view", (tensor(3, 4), 2, 6)),
+    Sample("Tensor.view", (tensor(1, 4, 1), 4)),
+    Sample("Tensor.view", (tensor(5, 3), 5, 1, 3, 1)),
+    Sample("Tensor.view", (tensor(0, 4), 0, 2, 2)),
+    Sample("Tensor.view", (tensor(3, 0, 2), 0, 5)),
+    Sample("Tensor.view", (tensor(), 1, 1)),
+    Sample("Tensor.view", (tensor(4, 6), torch.int32), gradients=False),
+    Sample("Tensor.view", (tensor(4, 6), torch.int64), gradients=False),
+    Sample("Tensor.view_as", (tensor(4, 6), tensor(8, 3))),
+    Sample("Tensor.reshape", (tensor(4, 3), 3, 4)),
+    Sample("reshape", (tensor(2, 2, 3), (4, -1))),
+    Sample("reshape", (tensor(5, 2),), {"shape": (10,)}),
+    Sample("Tensor.reshape_as", (tensor(4, 6), tensor(2, 12))),
+]
+FLATTEN = [
+    Sample("flatten", (tensor(2, 3, 4),)),
+    Sample("flatten", (tensor(2, 4, 3), 1)),
+    Sample("flatten", (tensor(4, 2, 3),), {"start_dim": 0, "end_dim": 1}),
+    Sample("flatten", (tensor(),)),
+    Sample("Tensor.unflatten", (tensor(3, 8), 1, (4, 2))),
+    Sample("unflatten", (tensor(6, 3), 0, (2, -1))),
+    Sample("ravel", (tensor(4, 3),)),
+    Sample("squeeze", (tensor(1, 4, 1, 3),)),
+    Sample("squeeze", (tensor(1, 4, 1), 0)),
+    Sample("squeeze", (tensor(1, 4, 1), (0, 1, 2))),
+    Sample("Tensor.squeeze", (tensor(3, 2), -1)),
+    Sample("unsqueeze", (tensor(5, 3), 1)),
+    Sample("Tensor.unsqueeze", (tensor(5, 3), -1)),
+    Sample("unsqueeze", (tensor(), 0)),
+    Sample("atleast_1d", (tensor(),)),
+    Sample("atleast_2d", (tensor(5),)),
+    Sample("atleast_3d", (tensor(5, 3),)),
+    Sample("atleast_2d", ([tensor(5), tensor(2, 3)],)),
+    Sample("view_as_real", (torch.complex(tensor(4, 3), tensor(4, 3, seed=1)),), gradients=False),
+    Sample("view_as_complex", (tensor(4, 3, 2),), gradients=False),
+]
+
+
+@pytest.mark.parametrize("samples", [VIEW, FLATTEN], ids=["view", "flatten"])
+def test_same_as_one_device(worlds, samples: list[Sample]) -> None:
+    assert_valid(worlds, samples, most=20)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "labels"),
+    [
+        ((4, 6), (24,), ("a", None)),
+        ((4, 6), (2, 2, 6), ("a", "b")),
+        ((6, 35), (2, 3, 5, 7), ("a", "b")),
+        ((2, 3, 5, 7), (6, 35), ("a", None, "b", None)),
+        ((1, 6), (6,), (None, "a")),
+        ((3, 4), (2, 6), ("a", None)),
+        ((0, 3), (3, 0), (None, None)),
+        ((), (1, 1), ()),
+    ],
+)
+def test_which_dims_stay_cut(before: tuple, after: tuple, labels: tuple) -> None:
+    assert view_labels(before, after)[0] == labels
+
+
+@run_on_ranks(2)
+def test_views_are_local_and_share_memory() -> None:
+    mesh = hp.init_device_mesh("cpu", (2,))
+    x = hp.distribute_tensor(tensor(4, 6), mesh, [hp.Shard(0)])
+    made = [
+        lambda: x.view(24),
+        lambda: x.view(2, 2, 6),
+        lambda: x.reshape(2, 12),
+        lambda: x.flatten(),
+        lambda: x.unsqueeze(0),
+        lambda: x.unsqueeze(1).squeeze(),
+        lambda: x.T,
+        lambda: x.transpose(0, 1),
+        lambda: x.permute(1, 0),
+        lambda: x.expand(3, 4, 6),
+        lambda: x[:, 2:4],
+        lambda: x[:, 1],
+        lambda: x[None, :, ::2],
+        lambda: x.narrow(1, 1, 3),
+        lambda: x.unbind(1)[0],
+        lambda: x.split(2, dim=1)[1],
+        lambda: x.movedim(0, 1),
+    ]
+    with strict(implicit_redistribution=True), hp.CommRecorder() as recorder:
+        views = [make() for make in made]
+    assert recorder.records == []
+    memory = x.untyped_storage().data_ptr()
+    assert all(view.untyped_storage().data_ptr() == memory for view in views)
+    views[0].zero_()
+    assert x.full_tensor().abs().sum() == 0
+    # Three of six rows do not end where a block ends: only that dim is gathered.
+    y = hp.distribute_tensor(tensor(6, 4), mesh, [hp.Shard(0)])
+    assert y.view(3, 8).layout.is_replicated
+    assert y.view(24).placements == (hp.Shard(0),)
+
+
+@run_on_ranks(2)
+def test_views_in_place_change_layout_and_shape() -> None:
+    mesh = hp.init_device_mesh("cpu", (2,))
+    whole = tensor(4, 1, 3)
+    x = hp.distribute_tensor(whole, mesh, [hp.Shard(2)])
+    same = x.transpose_(0, 2)
+    assert same is x and tuple(x.shape) == (3, 1, 4) and x.placements == (hp.Shard(0),)
+    assert torch.equal(x.full_tensor(), whole.transpose(0, 2))
+    x.squeeze_()
+    assert tuple(x.shape) == (3, 4) and torch.equal(x.full_tensor(), whole.squeeze().T)
+    x.t_()
+    assert x.placements == (hp.Shard(1),) and torch.equal(x.full_tensor(), whole.squeeze())
+    x.unsqueeze_(-1)
+    assert tuple(x.shape) == (4, 3, 1) and torch.equal(x.full_tensor(), whole.squeeze().unsqueeze(-1))
+    x.squeeze_(-1)
+    assert tuple(x.shape) == (4, 3)
+    x.swapaxes_(0, 1)
+    assert torch.equal((x * 2).full_tensor(), whole.squeeze().T * 2)
+    leaf = hp.distribute_tensor(tensor(4, 3).requires_grad_(), mesh, [hp.Shard(0)])
+    (leaf * 1).t_().sum().backward()
+    assert leaf.grad is not None and torch.equal(leaf.grad.full_tensor(), torch.ones(4, 3, dtype=torch.float64))
+    with pytest.raises(RuntimeError, match=r"dim 0 of a tensor of global shape \(1, 3\) .* is cut.*or use squeeze"):
+        hp.distribute_tensor(tensor(1, 3), mesh, [hp.Shard(0)]).squeeze_()
+    with pytest.raises(IndexError, match="dim 5 is out of range for 3 dims"):
+        hp.distribute_tensor(tensor(1, 3), mesh, [hp.Shard(1)]).unsqueeze_(5)
+    with pytest.raises(RuntimeError, match=r"resize_ would change the memory .* behind its layout"):
+        x.resize_(12)
+    with pytest.raises(RuntimeError, match=r"view on distributed tensors of global shape \(3, 4\).*invalid for input"):
+        x.view(5, 5)
