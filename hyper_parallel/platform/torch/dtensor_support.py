@@ -183,7 +183,7 @@ def is_dense_tensor(value: Any) -> bool:
 
 
 def is_intercepted(func: Callable[..., Any]) -> bool:
-    """Whether calling ``func`` with DTensors leads to the dispatcher by itself: operators registered with the library."""
+    """Whether calling ``func`` with DTensors leads to the dispatcher by itself, as for operators of a library."""
     return isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))  # these types have no public name
 
 

@@ -131,10 +131,11 @@ def _extreme_of_dim(call: LocalCall) -> Any:
 
 def _first_of_all(block: Any, dim: int, offset: int, op: str, group: Any) -> tuple[Any, Any]:
     """The extreme of all blocks along ``dim``, which is kept, and its first index in the global tensor."""
-    own = extreme_of_block(block, (dim,), op)
     if block.shape[dim]:
-        index = (block.argmax if op == "max" else block.argmin)(dim=dim, keepdim=True) + offset
+        own, index = (block.max if op == "max" else block.min)(dim=dim, keepdim=True)
+        index = index + offset
     else:
+        own = extreme_of_block(block, (dim,), op)
         index = _platform.full(tuple(own.shape), _NOWHERE, dtype=_platform.str_to_dtype("int64"), device=own.device)
     return _agree(own, index, op, group)
 
