@@ -617,8 +617,13 @@ class Platform(ABC):
 
     @staticmethod
     @abstractmethod
-    def set_dispatcher(dispatch: Any) -> Any:
-        """Let ``dispatch(func, args, kwargs)`` answer every operator that meets a DTensor."""
+    def graph_function(func: Any) -> Any:
+        """Our form of a function about the autograd graph and not about values; None for other functions."""
+
+    @staticmethod
+    @abstractmethod
+    def set_dispatcher(intercept: Any) -> Any:
+        """Let ``intercept(kind, func, types, args, kwargs)`` answer every operator that meets a DTensor."""
 
     @staticmethod
     @abstractmethod
@@ -654,7 +659,7 @@ class Platform(ABC):
 
     @staticmethod
     @abstractmethod
-    def result_wrapper(kind: Any, layouts: Any, shapes: Any) -> Any:
+    def result_wrapper(kind: Any, layouts: Any, shapes: Any, brings_blocks: Any) -> Any:
         """A function that calls an operator on blocks and makes DTensors of its results, in their order."""
 
     @staticmethod

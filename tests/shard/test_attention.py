@@ -66,9 +66,7 @@ def test_dropout_is_the_same_under_every_layout() -> None:
     for placement in (hp.Replicate(), hp.Shard(0), hp.Shard(1), hp.Shard(2)):
         hp.manual_seed(3)
         leaves = [hp.distribute_tensor(t.clone().requires_grad_(), mesh, [placement]) for t in tensors]
-        out = torch.nn.functional.scaled_dot_product_attention(
-            *leaves, dropout_p=0.4, is_causal=True, enable_gqa=True
-        )
+        out = torch.nn.functional.scaled_dot_product_attention(*leaves, dropout_p=0.4, is_causal=True, enable_gqa=True)
         out.full_tensor().square().sum().backward()
         found.append([out.full_tensor().detach(), *(leaf.grad.full_tensor() for leaf in leaves)])
     for other in found[1:]:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.mesh_transfer import bytes_moved
-from hyper_parallel.core.dtensor.redistribution_plan import Step, plan_redistribution, sent_elements
+from hyper_parallel.core.dtensor.redistribution_plan import (
+    ALL_TO_ALL,
+    EXCHANGE,
+    Step,
+    plan_redistribution,
+    sent_elements,
+)
+from hyper_parallel.core.dtensor.tensor_redistribution import exchange_boxes, ranks_of_step
 
 _WORDS = {
     "all_gather": "all-gather dim {dim} over {axes}",
@@ -41,13 +49,25 @@ def explain(src_layout: Layout, dst_layout: Layout, shape: Sequence[int], item_s
     plan = plan_redistribution(src_layout, dst_layout, size)
     total = 0
     for number, step in enumerate(plan.steps, 1):
-        sent = round(sent_elements(step, size)) * item_size
+        sent = _sent_elements(step, size) * item_size
         total += sent
         lines.append(f"  {number}. {_describe(step)}{_group(step, sent)}")
     if not plan.steps:
         lines.append("  nothing to do")
     lines.append(f"total: {total} bytes sent per rank, modelled cost {plan.cost:.1f}")
     return "\n".join(lines)
+
+
+def _sent_elements(step: Step, shape: tuple[int, ...]) -> int:
+    """Elements that the rank which sends most of all puts on the wire."""
+    if step.kind not in (ALL_TO_ALL, EXCHANGE):
+        return round(sent_elements(step, shape))
+    first = (0,) * step.source.mesh.ndim  # no line of ranks has larger blocks than that of the first rank
+    sent = []
+    for coordinate in ranks_of_step(step, first):
+        boxes = exchange_boxes(step, shape, coordinate)[0]
+        sent.append(sum(math.prod(length for _, length in box) for box in boxes if box is not None))
+    return max(sent)
 
 
 def _describe(step: Step) -> str:

@@ -88,7 +88,7 @@ def _bind(step: Step, shape: Shape) -> Callable[[Any], Any]:
         assert step.dim is not None
         dim = step.dim
         cut = step.source if step.kind == GATHER else step.target
-        sizes = [cut.local_shape(shape, place)[dim] for place in _line(step, coordinate)]
+        sizes = [cut.local_shape(shape, place)[dim] for place in ranks_of_step(step, coordinate)]
         if step.kind == GATHER:
             return lambda tensor: platform.gather_blocks(tensor, dim, sizes, positions, group)
         mine = mesh.line(step.axes).index(mesh.get_rank())
@@ -100,16 +100,32 @@ def _bind_exchange(
     step: Step, shape: Shape, coordinate: Shape, group: Any, positions: tuple[int, ...] | None
 ) -> Callable[[Any], Any]:
     platform = get_platform()
-    line = _line(step, coordinate)
-    mine = line.index(coordinate)
-    places = positions or tuple(range(len(line)))
+    sends, receives, kept = exchange_boxes(step, shape, coordinate)
+    if positions is not None:
+        sends, receives = (_in_group_order(boxes, positions) for boxes in (sends, receives))
+    local_shape = step.target.local_shape(shape, coordinate)
+    return lambda tensor: platform.exchange_blocks(tensor, sends, receives, kept, local_shape, group)
+
+
+def _in_group_order(boxes: list[Box | None], positions: tuple[int, ...]) -> list[Box | None]:
+    ordered: list[Box | None] = [None] * len(boxes)
+    for place, box in zip(positions, boxes, strict=True):
+        ordered[place] = box
+    return ordered
+
+
+def exchange_boxes(
+    step: Step, shape: Shape, coordinate: Shape
+) -> tuple[list[Box | None], list[Box | None], tuple[Box, Box] | None]:
+    """What the rank at ``coordinate`` sends to, and gets from, the ranks of its line, and what it keeps (from, to)."""
+    line = ranks_of_step(step, coordinate)
     cut_before = {axis for axes in step.source.cuts for axis in axes}
-    before, after = step.source.local_region(shape), step.target.local_region(shape)
+    before, after = step.source.local_region(shape, coordinate), step.target.local_region(shape, coordinate)
     sends: list[Box | None] = [None] * len(line)
     receives: list[Box | None] = [None] * len(line)
     kept = None
     for index, other in enumerate(line):
-        if index == mine:
+        if other == coordinate:
             both = intersection(before, after)
             if both is not None:
                 kept = (box_in(both, before), box_in(both, after))
@@ -117,13 +133,12 @@ def _bind_exchange(
         if _serves(coordinate, other, step.axes, cut_before):
             both = intersection(before, step.target.local_region(shape, other))
             if both is not None:
-                sends[places[index]] = box_in(both, before)
+                sends[index] = box_in(both, before)
         if _serves(other, coordinate, step.axes, cut_before):
             both = intersection(step.source.local_region(shape, other), after)
             if both is not None:
-                receives[places[index]] = box_in(both, after)
-    local_shape = after[0]
-    return lambda tensor: platform.exchange_blocks(tensor, sends, receives, kept, local_shape, group)
+                receives[index] = box_in(both, after)
+    return sends, receives, kept
 
 
 def _serves(sender: Shape, receiver: Shape, axes: tuple[int, ...], cut_before: set[int]) -> bool:
@@ -131,7 +146,7 @@ def _serves(sender: Shape, receiver: Shape, axes: tuple[int, ...], cut_before: s
     return all(sender[axis] == receiver[axis] for axis in axes if axis not in cut_before)
 
 
-def _line(step: Step, coordinate: Shape) -> list[Shape]:
+def ranks_of_step(step: Step, coordinate: Shape) -> list[Shape]:
     """The coordinates of the ranks that take part, in line order."""
     mesh = step.source.mesh
     line = []

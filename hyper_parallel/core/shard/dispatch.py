@@ -17,6 +17,7 @@ from typing import Any
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
 from hyper_parallel.core.dtensor.skip_dispatch import is_skipped, skipping
 from hyper_parallel.core.shard import rules
+from hyper_parallel.core.shard.foreach import run_on_lists, takes_lists
 from hyper_parallel.core.shard.gather_fallback import run_gathered
 from hyper_parallel.core.shard.mixing import MixedTensorsError
 from hyper_parallel.core.shard.plan_call import PlannedCall, plan_call
@@ -34,25 +35,59 @@ _handlers: dict[Callable[..., Any], Handler | None] = {}
 _numbers_left_out: set[Callable[..., Any]] = set()
 _dtypes_put_in: set[Callable[..., Any]] = set()
 _calls: dict[tuple[Any, ...], PlannedCall | None] = {}
+_direct: dict[Any, Handler] = {}  # calls of one or two tensors that run as they are, by a key that is quick to make
 _lock = threading.Lock()
+_NO_KEYWORDS: dict[str, Any] = {}
 
 
 def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What ``func`` gives when some of its arguments are DTensors."""
-    if skipping.exceptions and is_skipped(func):
-        return _platform.call_on_blocks(func, args, kwargs)
+    return intercept(DTensor, func, (), args, kwargs)
+
+
+def intercept(kind: type, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """:func:`dispatch` as the framework calls it, one Python call less."""
+    if skipping.exceptions and is_skipped(func) and _platform.graph_function(func) is None:
+        return _platform.call_on_blocks(func, args, kwargs or {})
+    short = None
+    if not kwargs:
+        if len(args) == 2:
+            first, second = args
+            if type(first) is DTensor:
+                if type(second) is DTensor:
+                    short = (func, first._layout, first._global_shape, second._layout, second._global_shape)
+                elif type(second) is float:
+                    short = (func, first._layout, first._global_shape, float)
+        elif len(args) == 1 and type(args[0]) is DTensor:
+            short = (func, args[0]._layout, args[0]._global_shape)
+        run = _direct.get(short)
+        if run is not None:
+            return run(func, args, _NO_KEYWORDS)
+        kwargs = {}
     try:
         handler = _handlers[func]
     except KeyError:
         handler = _handlers[func] = _find_handler(func)
     if handler is not None:
         return handler(func, args, kwargs)
+    planned = _find_plan(func, args, kwargs)
+    if planned is None:
+        return _without_rule(func, args, kwargs)
+    if short is not None and planned.is_direct and func not in _dtypes_put_in:
+        _remember(_direct, short, planned.wrap)
+    return planned(func, args, kwargs)
+
+
+def _find_plan(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlannedCall | None:
     key: list[Any] = [func]
     numbers = func not in _numbers_left_out
     for value in args:
-        if type(value) is DTensor:
+        kind = type(value)
+        if kind is DTensor:
             key.append(value._layout)
             key.append(value._global_shape)
+        elif kind is int and numbers:
+            key.append(value)
         else:
             _add_to_key(key, value, numbers)
     for name, value in kwargs.items():
@@ -61,18 +96,20 @@ def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     if func in _dtypes_put_in:
         _add_dtypes(key, (args, *kwargs.values()))
     try:
-        planned = _calls[tuple(key)]
+        return _calls[tuple(key)]
     except KeyError:
         planned = plan_call(func, args, kwargs)
-        with _lock:
-            if len(_calls) >= _MAX_CALLS:
-                _calls.clear()
-            _calls[tuple(key)] = planned
+        _remember(_calls, tuple(key), planned)
+        return planned
     except TypeError:  # an argument that cannot be hashed
-        planned = plan_call(func, args, kwargs)
-    if planned is None:
-        return _without_rule(func, args, kwargs)
-    return planned(func, args, kwargs)
+        return plan_call(func, args, kwargs)
+
+
+def _remember(table: dict[Any, Any], key: Any, value: Any) -> None:
+    with _lock:
+        if len(table) >= _MAX_CALLS:
+            table.clear()
+        table[key] = value
 
 
 def _add_to_key(key: list[Any], value: Any, numbers: bool) -> None:
@@ -89,6 +126,8 @@ def _add_to_key(key: list[Any], value: Any, numbers: bool) -> None:
         key.extend((slice, value.start, value.stop, value.step))
     elif kind is float or (not numbers and kind is int):
         key.append(kind)
+    elif kind is int:
+        key.append(value)
     elif _platform.is_tensor(value):
         key.append((kind, value.ndim))
     else:
@@ -105,13 +144,18 @@ def _add_dtypes(key: list[Any], value: Any) -> None:
 
 
 def _find_handler(func: Callable[..., Any]) -> Handler | None:
-    name = _platform.get_op_name(func)
+    about_graph = _platform.graph_function(func)
+    if about_graph is not None:
+        return lambda func, args, kwargs: about_graph(*args, **kwargs)
     if _platform.is_framework_service(func):
         return _run_service
+    name = _platform.get_op_name(func)
     body = _platform.body_of(func)
     if name in RANDOM_OPS and (body is None or name in RANDOM_BODIES):
         random_op = RANDOM_OPS[name]
         return lambda func, args, kwargs: random_op(*args, **kwargs)
+    if takes_lists(name):
+        return run_on_lists
     if name in SPECIAL_OPS:
         return SPECIAL_OPS[name]
     if find_rule(name, func) is not None:
@@ -152,4 +196,4 @@ _running = _Running()
 
 
 rules.load()
-_platform.set_dispatcher(dispatch)
+_platform.set_dispatcher(intercept)

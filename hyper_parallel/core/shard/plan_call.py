@@ -97,6 +97,7 @@ class PlannedCall:
 
     __slots__ = (
         "changes",
+        "changes_positional",
         "choice",
         "is_direct",
         "local",
@@ -125,6 +126,7 @@ class PlannedCall:
             for path, spec, target, axes in zip(paths, call.tensors, choice.inputs, choice.varies, strict=True)
             if spec.layout is not target or axes
         ]
+        self.changes_positional = all(len(path) == 1 and isinstance(path[0], int) for path, *_ in self.changes)
         self.moves = any(change[3] for change in self.changes)
         self.output_layouts = choice.outputs
         self.output_shapes = tuple(_platform.list_to_size(shape) for shape in call.outputs)
@@ -137,7 +139,7 @@ class PlannedCall:
         ):
             self.local = None
         self.is_direct = not self.changes and self.local is None and self.rewritten is None
-        self.wrap = _platform.result_wrapper(DTensor, self.output_layouts, self.output_shapes)
+        self.wrap = _platform.result_wrapper(DTensor, self.output_layouts, self.output_shapes, not self.is_direct)
 
     def __call__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.is_direct:
@@ -196,8 +198,13 @@ class PlannedCall:
             written,
         )
 
-    def _change(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        new_args, new_kwargs = list(args), dict(kwargs)
+    def _change(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+        new_args = list(args)
+        if self.changes_positional:
+            for (position,), target, axes, _ in self.changes:
+                new_args[position] = enter(args[position], target, axes)
+            return tuple(new_args), kwargs
+        new_kwargs = dict(kwargs)
         entered: dict[tuple[int, Layout, tuple[int, ...]], Any] = {}
         for path, target, axes, _ in self.changes:
             holder: Any = new_args if isinstance(path[0], int) else new_kwargs

@@ -24,16 +24,18 @@ import torch
 # documentation of subclasses uses this one.
 _NoInterception = torch._C.DisableTorchFunctionSubclass
 
-_dispatch: Callable[..., Any] | None = None
-
 # Functions about the autograd graph and not about values: they are not dispatched. Filled by ``dtensor_gradients``.
 graph_functions: dict[Callable[..., Any], Callable[..., Any]] = {}
 
 
-def set_dispatcher(dispatch: Callable[..., Any]) -> None:
-    """Let ``dispatch(func, args, kwargs)`` answer every operator that meets a DTensor."""
-    global _dispatch
-    _dispatch = dispatch
+def graph_function(func: Callable[..., Any]) -> Callable[..., Any] | None:
+    """Our form of a function about the autograd graph, such as ``torch.autograd.grad``; None for other functions."""
+    return graph_functions.get(func)
+
+
+def set_dispatcher(intercept: Callable[..., Any]) -> None:
+    """Let ``intercept(kind, func, types, args, kwargs)`` answer every operator that meets a DTensor."""
+    DTensorBase.__torch_function__ = classmethod(intercept)  # type: ignore[assignment]
 
 
 def _attribute(name: str, settable: bool = False) -> property:
@@ -60,13 +62,6 @@ class DTensorBase(torch.Tensor):
 
     _layout: Any
     _global_shape: torch.Size
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert _dispatch is not None
-        if func in graph_functions:
-            return graph_functions[func](*args, **(kwargs or {}))
-        return _dispatch(func, args, kwargs or {})
 
     dtype = _attribute("dtype")
     device = _attribute("device")

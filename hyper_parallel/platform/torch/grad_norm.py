@@ -2,19 +2,39 @@
 
 The norm is made in two steps: one number for each tensor from the values this rank holds (``_local_norms``), then all
 numbers together (``_combine_norms``). A tensor whose values are spread over ranks needs its number completed between
-the two.
+the two (``block_norms``, ``complete_norms``): that is what ``whole_norms`` does, which knows how tensors are spread.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 
-__all__ = ["clip_grad_norm_", "get_total_norm"]
+from hyper_parallel.platform.torch import collectives
+from hyper_parallel.platform.torch.dtensor_base import DTensorBase, detached
+
+__all__ = [
+    "block_norms",
+    "clip_grad_norm_",
+    "complete_norms",
+    "finished_norm",
+    "get_total_norm",
+    "let_foreach_take",
+    "set_whole_norms",
+]
 
 Tensors = torch.Tensor | Iterable[torch.Tensor]
+
+_whole_norms: Callable[[Sequence[torch.Tensor], float], list[torch.Tensor]]
+
+
+def set_whole_norms(whole_norms: Callable[[Sequence[torch.Tensor], float], list[torch.Tensor]]) -> None:
+    """Let ``whole_norms(tensors, order)`` give the norms of tensors of which some are distributed."""
+    global _whole_norms
+    _whole_norms = whole_norms
 
 
 @torch.no_grad()
@@ -28,7 +48,8 @@ def clip_grad_norm_(
     """Scale the gradients in place so that their total norm is at most ``max_norm``; returns the norm before clipping.
 
     ``parameters`` is one tensor or any iterable of them, those without gradient do not count. Every gradient is
-    multiplied by min(1, max_norm / (norm + 1e-6)), as ``torch.nn.utils.clip_grad_norm_`` does, to the bit.
+    multiplied by min(1, max_norm / (norm + 1e-6)), as ``torch.nn.utils.clip_grad_norm_`` does, to the bit. They may be
+    distributed, on several meshes, or plain, which are taken to be equal on all ranks.
     """
     max_norm = float(max_norm)
     if not max_norm >= 0:
@@ -37,7 +58,8 @@ def clip_grad_norm_(
     total_norm = get_total_norm(grads, norm_type, error_if_nonfinite, foreach)
     # Also when nothing is to be clipped: asking whether it is would make the host wait for the device.
     scale = torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)
-    for (device, _), group in _group_by_device_and_dtype(grads).items():
+    blocks = [detached(grad) if isinstance(grad, DTensorBase) else grad for grad in grads]
+    for (device, _), group in _group_by_device_and_dtype(blocks).items():
         scale_here = scale.to(device)
         if _use_foreach(group, device, foreach):
             torch._foreach_mul_(group, scale_here)
@@ -54,14 +76,22 @@ def get_total_norm(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """The ``norm_type`` norm (``inf`` included) of all tensors as one vector, on the first one's device; 0 for none."""
+    """The ``norm_type`` norm (``inf`` included) of all tensors as one vector, on the first one's device; 0 for none.
+
+    A plain tensor without dims, equal on all ranks, also when tensors are distributed: one reduction for all that are
+    spread over the same ranks, whose parts count once.
+    """
     tensors = _as_list("get_total_norm", tensors)
     norm_type = float(norm_type)
     if math.isnan(norm_type):
         raise ValueError("get_total_norm: norm_type is nan; give the order of the norm, 2.0 or inf for instance")
     if not tensors:
         return torch.tensor(0.0)
-    total_norm = _combine_norms(_local_norms(tensors, norm_type, foreach), norm_type, tensors[0].device)
+    if any(isinstance(tensor, DTensorBase) for tensor in tensors):
+        norms = _whole_norms(tensors, norm_type)
+    else:
+        norms = _local_norms(tensors, norm_type, foreach)
+    total_norm = _combine_norms(norms, norm_type, tensors[0].device)
     if error_if_nonfinite and not torch.isfinite(total_norm):
         raise RuntimeError(
             f"the total norm of order {norm_type} of {len(tensors)} gradients is {total_norm.item()}, so they cannot "
@@ -83,6 +113,61 @@ def _local_norms(tensors: list[torch.Tensor], norm_type: float, foreach: bool | 
         else:
             norms.extend(torch.linalg.vector_norm(tensor, norm_type) for tensor in group)
     return norms
+
+
+def block_norms(blocks: list[torch.Tensor], norm_type: float, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+    """One norm for each block, in their order and in the precision in which they are to be added up over ranks.
+
+    A block without elements has the norm that changes nothing: 0, or infinity where the least counts.
+    """
+    norms: dict[int, torch.Tensor] = {}
+    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for position, block in enumerate(blocks):
+        if block.numel() == 0:
+            nothing = math.inf if norm_type == -math.inf else 0.0
+            norms[position] = torch.full((), nothing, dtype=_norm_dtype(block, dtype), device=block.device)
+        else:
+            groups.setdefault((block.device, block.dtype), []).append(position)
+    for (device, _), positions in groups.items():
+        group = [blocks[position] for position in positions]
+        wanted = _norm_dtype(group[0], dtype)
+        if device.type in _DEVICES_WITHOUT_FOREACH:
+            made = [torch.linalg.vector_norm(block, norm_type, dtype=wanted) for block in group]
+        else:
+            made = torch._foreach_norm(group, norm_type, dtype=wanted)
+        norms.update(zip(positions, made, strict=True))
+    return [norms[position] for position in range(len(blocks))]
+
+
+def _norm_dtype(block: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """That of the values, complex ones' parts, but at least float32."""
+    wanted = dtype or block.dtype
+    wanted = wanted.to_real() if wanted.is_complex else wanted
+    return torch.float32 if wanted.itemsize < 4 else wanted
+
+
+def finished_norm(norm: torch.Tensor, block: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """The norm in the dtype that the framework gives it for values like the block's."""
+    wanted = dtype or block.dtype
+    return norm.to(wanted.to_real() if wanted.is_complex else wanted)
+
+
+def complete_norms(norms: list[torch.Tensor], norm_type: float, group: Any) -> list[torch.Tensor]:
+    """The norms of tensors from those of their parts on the group's ranks. forward: one all-reduce; backward: none."""
+    dtypes = [norm.dtype for norm in norms]
+    parts = torch.stack([norm.to(torch.promote_types(norm.dtype, dtypes[0])) for norm in norms])
+    if math.isinf(norm_type):
+        # A reduction by max or min may lose a NaN, so it travels beside the numbers.
+        is_nan = parts.isnan()
+        sign = 1.0 if norm_type > 0 else -1.0
+        numbers = parts.masked_fill(is_nan, 0.0) * sign
+        both = collectives.all_reduce(torch.stack((numbers, is_nan.to(parts.dtype))), group, op="max")
+        whole = (both[0] * sign).masked_fill(both[1] > 0, math.nan)
+    elif norm_type == 0:
+        whole = collectives.all_reduce(parts, group, op="sum")
+    else:
+        whole = collectives.all_reduce(parts.pow(norm_type), group, op="sum").pow(1.0 / norm_type)
+    return list(whole.unbind())
 
 
 def _combine_norms(norms: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
@@ -119,3 +204,14 @@ def _use_foreach(group: list[torch.Tensor], device: torch.device, foreach: bool 
     if foreach is None:
         return device.type not in _DEVICES_WITHOUT_FOREACH and all(type(t) is torch.Tensor for t in group)
     return foreach
+
+
+def let_foreach_take(kind: type) -> None:
+    """Let ``torch.optim`` and ``torch.nn.utils`` use their list operators for tensors of ``kind``, as for plain ones."""
+    # The lists have no public name; torch enters its own distributed tensor into the same two.
+    from torch.optim import optimizer
+    from torch.utils import _foreach_utils
+
+    for supported in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
+        if kind not in supported:
+            supported.append(kind)

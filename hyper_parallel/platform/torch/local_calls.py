@@ -12,18 +12,22 @@ from hyper_parallel.platform.torch.tensors import tree_map
 
 
 def result_wrapper(
-    kind: type, layouts: tuple[Any, ...], shapes: tuple[Any, ...]
+    kind: type, layouts: tuple[Any, ...], shapes: tuple[Any, ...], brings_blocks: bool
 ) -> Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]:
-    """A function that calls an operator on blocks and makes DTensors of its results, in their order."""
+    """A function that calls an operator on blocks and makes DTensors of its results, in their order.
+
+    ``brings_blocks``: plain blocks may be among the arguments, made for this call.
+    """
     layout, shape = (layouts[0], shapes[0]) if layouts else (None, None)
 
     def run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with _NoInterception():
             result = func(*args, **kwargs)
         if type(result) is torch.Tensor:
-            for value in args:
-                if result is value:  # a block that was brought here for this call, unchanged
-                    result = result.view_as(result)
+            if brings_blocks:
+                for value in args:
+                    if result is value:  # a block that was brought here for this call, unchanged
+                        result = result.view_as(result)
             result.__class__ = kind  # type: ignore[assignment]
             result._layout = layout  # type: ignore[attr-defined]
             result._global_shape = shape  # type: ignore[attr-defined]

@@ -16,6 +16,7 @@ from hyper_parallel.platform.torch import (
     differentiable,
     dtensor_base,
     dtensor_support,
+    function_calls,
     grad_norm,
     groups,
     local_calls,
@@ -174,6 +175,11 @@ class TorchPlatform(Platform):
     load_checkpoint = staticmethod(state.load_checkpoint)
     clip_grad_norm_ = staticmethod(grad_norm.clip_grad_norm_)
     get_total_norm = staticmethod(grad_norm.get_total_norm)
+    block_norms = staticmethod(grad_norm.block_norms)
+    complete_norms = staticmethod(grad_norm.complete_norms)
+    finished_norm = staticmethod(grad_norm.finished_norm)
+    set_whole_norms = staticmethod(grad_norm.set_whole_norms)
+    let_foreach_take = staticmethod(grad_norm.let_foreach_take)
 
     # one-sided memory
     get_symmetric_memory_handler = staticmethod(symmetric_memory.get_symmetric_memory_handler)
@@ -184,8 +190,11 @@ class TorchPlatform(Platform):
     local_alias = staticmethod(dtensor_base.local_alias)
     detached = staticmethod(dtensor_base.detached)
     without_interception = staticmethod(dtensor_base.without_interception)
+    graph_function = staticmethod(dtensor_base.graph_function)
     set_dispatcher = staticmethod(dtensor_base.set_dispatcher)
     set_rebuilder = staticmethod(dtensor_base.set_rebuilder)
+    set_function_handler = staticmethod(function_calls.set_function_handler)
+    apply_function = staticmethod(function_calls.apply_function)
     body_of = staticmethod(python_bodies.body_of)
     call_on_blocks = staticmethod(dtensor_support.call_on_blocks)
     wrap_result = staticmethod(dtensor_support.wrap_result)

@@ -212,7 +212,7 @@ def batch_norm(call: OpCall) -> Signature | None:
 
 @rule("native_batch_norm")
 def native_batch_norm(call: OpCall) -> Signature:
-    """The statistics are results too: only channels may be cut, in training."""
+    """The statistics are results too: only channels may be cut, and into no empty parts, which the function refuses."""
     given = arguments(call, *_BATCH_ARGUMENTS)
     ndim = call.tensors[0].ndim
     labels: Labels = (None, "c", *(None,) * (ndim - 2))
@@ -222,7 +222,7 @@ def native_batch_norm(call: OpCall) -> Signature:
     outputs = tuple(
         labels if index == 0 else ("c",) if given["training"] else (None,) for index in range(len(call.outputs))
     )
-    return Signature(inputs, outputs, handled=frozenset({"c"}), updates=updates)
+    return Signature(inputs, outputs, handled=frozenset({"c"}), even=frozenset({"c"}), updates=updates)
 
 
 def _batch_norm(call: LocalCall) -> Any:

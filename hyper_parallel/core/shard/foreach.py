@@ -1,0 +1,252 @@
+"""Operators on lists of tensors (``foreach``, fused optimizer steps): one dispatch for the whole list.
+
+Note [Positions]
+The tensors at one position of all lists belong together: a parameter, its gradient, its state. Where they lie alike,
+which is the rule, nothing has to be looked up: the function runs once on the blocks of all positions. A position
+whose tensors lie otherwise is brought together first, and what was written into a moved tensor is carried back. A
+position may also hold plain tensors only; a plain tensor without dims (a step count) goes with everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hyper_parallel.core.dtensor.distributed_tensor import DTensor
+from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.shard.grad_norm import whole_norms
+from hyper_parallel.core.shard.mixing import refuse_plain, same_mesh
+from hyper_parallel.platform import get_platform
+
+_platform = get_platform()
+
+_FOREACH, _UNSCALE = "_foreach_", "_amp_foreach_non_finite_check_and_unscale_"
+_FUSED = frozenset({"_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"})
+_SUMS = frozenset({"sum", "avg"})
+# Pending sums pass: when all operands are pending sums; when the other operand is a number; always.
+_LINEAR_TOGETHER = frozenset({"add", "sub", "lerp", "copy"})
+_LINEAR_BY_NUMBERS = frozenset({"mul", "div"})
+_LINEAR = frozenset({"neg", "zero", "clone"})
+# Not element by element: each position by itself.
+_ONE_BY_ONE: dict[str, Callable[..., Any]] = {
+    "max": lambda tensor: tensor.max(),
+    "powsum": lambda tensor, order=2, dtype=None: tensor.abs().pow(order).sum(dtype=dtype),
+    "mm": lambda first, second: first.mm(second),
+}
+_GRADIENTS = 1  # the list that a fused step reads only
+
+
+def takes_lists(name: str) -> bool:
+    """Whether ``name`` is an operator on lists of tensors."""
+    return name.startswith(_FOREACH) or name in _FUSED or name == _UNSCALE
+
+
+def run_on_lists(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What an operator on lists gives when some of the tensors are DTensors."""
+    name = _platform.get_op_name(func)
+    if name == "_foreach_norm":
+        return _norms(*args, **kwargs)
+    base = name.removeprefix(_FOREACH).removesuffix("_")
+    if base in _ONE_BY_ONE:
+        return _one_by_one(_ONE_BY_ONE[base], args, kwargs)
+    places = [(args, index) for index in range(len(args))] + [(kwargs, key) for key in kwargs]  # type: ignore[operator]
+    lists = [(holder, key) for holder, key in places if _is_tensor_list(holder[key])]
+    columns = [holder[key] for holder, key in lists]
+    if _lie_alike(columns):
+        args, kwargs = _with_whole_tensors(args, kwargs)
+        result = _platform.without_interception(func, *args, **kwargs)
+    else:
+        together = _Together(name, base, columns, args, kwargs)
+        if together.broadcasts:
+            return _one_by_one(_method(base, name), args, kwargs)
+        columns = together.columns
+        new_args, new_kwargs = list(args), dict(kwargs)
+        for (holder, key), column in zip(lists, columns, strict=True):
+            (new_args if holder is args else new_kwargs)[key] = column  # type: ignore[index]
+        args, kwargs = _with_whole_tensors(tuple(new_args), new_kwargs)
+        result = _platform.without_interception(func, *args, **kwargs)
+        together.carry_back()
+    if name == _UNSCALE:
+        _agree_on_found_inf(columns[0], args[1])
+    return result if result is None else _wrapped(result, columns)
+
+
+def _is_tensor_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and len(value) > 0 and _platform.is_tensor(value[0])
+
+
+def _lie_alike(columns: Sequence[Sequence[Any]]) -> bool:
+    """Whether the tensors of every position have one layout, without pending reductions, and one shape."""
+    layouts = set()
+    for position in zip(*columns, strict=True):
+        layout = None
+        has_plain = False
+        for tensor in position:
+            if type(tensor) is DTensor:
+                if layout is None:
+                    layout, shape = tensor._layout, tensor._global_shape
+                elif tensor._layout is not layout or tensor._global_shape != shape:
+                    return False
+            elif isinstance(tensor, DTensor):
+                return False
+            elif tensor.ndim:
+                has_plain = True
+        if layout is not None:
+            if has_plain:
+                return False
+            layouts.add(layout)
+    return not any(layout.has_partial for layout in layouts)
+
+
+def _with_whole_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with distributed tensors outside lists (a clipping factor) whole."""
+
+    def whole(value: Any) -> Any:
+        if isinstance(value, DTensor) and not value._layout.is_replicated:
+            return value.redistribute(value.device_mesh, value._layout.replicated())
+        return value
+
+    if not any(isinstance(value, DTensor) for value in (*args, *kwargs.values())):
+        return args, kwargs
+    return tuple(map(whole, args)), {key: whole(value) for key, value in kwargs.items()}
+
+
+class _Together:
+    """Lists in which every position was brought to one layout."""
+
+    def __init__(
+        self, name: str, base: str, columns: Sequence[Sequence[Any]], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self.name = name
+        self.broadcasts = False
+        self._base = base
+        self._writes = name.endswith("_")
+        self._moved: list[tuple[DTensor, DTensor]] = []  # (the tensor that is to be written, what was written instead)
+        self._has_number = any(not _is_tensor_list(value) for value in (*args[1:], *kwargs.values()))
+        positions = [self._bring_together(position) for position in zip(*columns, strict=True)]
+        self.columns = [list(column) for column in zip(*positions, strict=True)]
+
+    def _bring_together(self, position: tuple[Any, ...]) -> tuple[Any, ...]:
+        distributed = [tensor._settled() for tensor in position if isinstance(tensor, DTensor)]
+        if not distributed:
+            return position
+        mesh = None
+        for tensor in position:
+            if isinstance(tensor, DTensor):
+                mesh = same_mesh(self.name, mesh, tensor)
+            else:
+                refuse_plain(self.name, tensor)
+        if any(tensor._global_shape != distributed[0]._global_shape for tensor in distributed):
+            self.broadcasts = True
+            return position
+        target = self._target(distributed)
+        return tuple(
+            self._move(tensor, target, number) if isinstance(tensor, DTensor) else tensor
+            for number, tensor in enumerate(position)
+        )
+
+    def _target(self, tensors: list[DTensor]) -> Layout:
+        first = tensors[0]._layout
+        if not any(tensor._layout.has_partial for tensor in tensors) or self._keeps_sums(tensors):
+            return first
+        if self._writes and first.has_partial and self._base != "zero":
+            raise RuntimeError(
+                f"{self.name} cannot write into a tensor under {first}: a pending reduction only passes through linear "
+                f"operators: call reduce_partial() first, or use {self.name.rstrip('_')}, which makes new tensors"
+            )
+        return first.gradient()
+
+    def _keeps_sums(self, tensors: list[DTensor]) -> bool:
+        first = tensors[0]._layout
+        if self._base in _LINEAR:
+            return all(op is None or op in _SUMS for op in first.partials) or self._base != "neg"
+        if any(tensor._layout is not first for tensor in tensors) or not set(first.partials) <= {None, *_SUMS}:
+            return False
+        if self._base == "lerp":
+            return len(tensors) == 2
+        if self._base in _LINEAR_TOGETHER:
+            return len(tensors) == 2 and (not self._has_number or self._base in ("add", "sub"))
+        return self._base in _LINEAR_BY_NUMBERS and len(tensors) == 1
+
+    def _move(self, tensor: DTensor, target: Layout, number: int) -> DTensor:
+        if tensor._layout is target:
+            return tensor
+        moved = tensor.redistribute(target.mesh, target)
+        is_written = number == 0 if self.name.startswith(_FOREACH) else number != _GRADIENTS
+        if self._writes and is_written:
+            self._moved.append((tensor, moved))
+        return moved
+
+    def carry_back(self) -> None:
+        """Write into the tensors that were moved what was written into their stand-ins."""
+        with _platform.no_grad():
+            for tensor, moved in self._moved:
+                tensor.copy_(moved)
+
+
+def _wrapped(results: Any, columns: Sequence[Sequence[Any]]) -> Any:
+    """The results, position by position, as DTensors that lie as their operands do."""
+    wrapped = []
+    for result, *position in zip(results, *columns, strict=True):
+        for operand in position:
+            if isinstance(operand, DTensor):
+                result = _platform.as_dtensor(DTensor, result, operand._layout, operand._global_shape)
+                break
+        wrapped.append(result)
+    return type(results)(wrapped)
+
+
+def _one_by_one(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``function`` of the tensors of each position; numbers that are not in lists are the same for all."""
+    count = next(len(value) for value in (*args, *kwargs.values()) if _is_tensor_list(value))
+
+    def at(value: Any, index: int) -> Any:
+        return value[index] if isinstance(value, (list, tuple)) else value
+
+    results = [
+        function(*(at(value, index) for value in args), **{key: at(value, index) for key, value in kwargs.items()})
+        for index in range(count)
+    ]
+    return None if function.__name__.endswith("_") else tuple(results)
+
+
+def _method(base: str, name: str) -> Callable[..., Any]:
+    """The operator on single tensors."""
+    in_place = "_" if name.endswith("_") else ""
+
+    def call(first: Any, *rest: Any, **kwargs: Any) -> Any:
+        if not _platform.is_tensor(first):  # a number to the power of each tensor
+            return rest[0].__rpow__(first)
+        if base in ("addcmul", "addcdiv") and len(rest) > 2:
+            rest, kwargs = rest[:2], {"value": rest[2], **kwargs}
+        scalars = kwargs.pop("scalars", None)
+        if scalars is not None:
+            kwargs["value" if base in ("addcmul", "addcdiv") else "weight"] = scalars
+        return getattr(first, base + in_place)(*rest, **kwargs)
+
+    call.__name__ = base + in_place
+    return call
+
+
+def _norms(tensors: Sequence[Any], ord: float = 2, dtype: Any = None) -> tuple[Any, ...]:
+    if any(_platform.needs_grad(tensor) for tensor in tensors):
+        return tuple(tensor.norm(ord, dtype=dtype) for tensor in tensors)
+    norms = whole_norms(tensors, float(ord), dtype)
+    return tuple(
+        _platform.as_dtensor(DTensor, norm, Layout.of(tensor.device_mesh, ()), ())
+        if isinstance(tensor, DTensor)
+        else norm
+        for tensor, norm in zip(tensors, norms, strict=True)
+    )
+
+
+def _agree_on_found_inf(gradients: Sequence[Any], found_inf: Any) -> None:
+    """A step is left out by all ranks when any has found an infinity in its part of the gradients."""
+    meshes = dict.fromkeys(tensor.device_mesh for tensor in gradients if isinstance(tensor, DTensor))
+    block = _platform.detached(found_inf)
+    for mesh in meshes:
+        if mesh.get_coordinate() is not None:
+            _platform.all_reduce(block, mesh.get_group(tuple(range(mesh.ndim))), op="max")
+
+
+_platform.let_foreach_take(DTensor)

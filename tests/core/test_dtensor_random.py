@@ -1,0 +1,296 @@
+"""Random distributed tensors: the bits of one device under every layout, and the same ones again in recompute."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils import checkpoint as torch_checkpoint
+
+import hyper_parallel as hp
+from hyper_parallel import DTensor, Layout, Partial, Replicate, Shard, distribute_tensor, get_platform, manual_seed
+from hyper_parallel.core.dtensor import random_draws
+from hyper_parallel.core.dtensor.device_mesh import init_device_mesh
+from hyper_parallel.core.dtensor.random_draws import DrawRecord
+from hyper_parallel.core.dtensor.random_state import Draw, RandomState, default_state, get_rng_state
+from tests.core.layout_cases import block_of, every_layout
+from tests.world import run_on_ranks
+
+SHAPE = (7, 6)
+
+
+def alone():
+    """The mesh of this rank alone: one device."""
+    return init_device_mesh("cpu", (1,), rank_list=[torch.distributed.get_rank()])
+
+
+def bits_of(tensor):
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def in_place(fill):
+    return lambda mesh, layout, dtype: fill(hp.empty(SHAPE, mesh, layout, dtype=dtype))
+
+
+def from_ones(function):
+    return lambda mesh, layout, dtype: function(hp.ones(SHAPE, mesh, layout, dtype=dtype))
+
+
+MAKERS = {
+    "rand": lambda mesh, layout, dtype: hp.rand(SHAPE, mesh, layout, dtype=dtype),
+    "randn": lambda mesh, layout, dtype: hp.randn(SHAPE, mesh, layout, dtype=dtype),
+    "normal_": in_place(lambda t: t.normal_(1, 2)),
+    "uniform_": in_place(lambda t: t.uniform_(-1, 3)),
+    "bernoulli_": in_place(lambda t: t.bernoulli_(0.3)),
+    "init.normal_": in_place(lambda t: nn.init.normal_(t, std=0.02)),
+    "init.uniform_": in_place(lambda t: nn.init.uniform_(t, a=-0.5)),
+    "init.trunc_normal_": in_place(lambda t: nn.init.trunc_normal_(t, std=2)),
+    "init.xavier_uniform_": in_place(nn.init.xavier_uniform_),
+    "init.xavier_normal_": in_place(nn.init.xavier_normal_),
+    "init.kaiming_uniform_": in_place(lambda t: nn.init.kaiming_uniform_(t, a=5**0.5)),
+    "init.kaiming_normal_": in_place(lambda t: nn.init.kaiming_normal_(t, mode="fan_out")),
+    "dropout": from_ones(lambda t: functional.dropout(t, 0.4)),
+    "dropout in place": from_ones(lambda t: functional.dropout(t, 0.4, inplace=True)),
+    "nn.Dropout": from_ones(nn.Dropout(0.25)),
+    "rand_like": from_ones(torch.rand_like),
+    "randn_like": from_ones(torch.randn_like),
+}
+
+
+@run_on_ranks(4)
+@pytest.mark.parametrize("name", list(MAKERS))
+def test_the_bits_of_one_device_under_every_layout(name):
+    make = MAKERS[name]
+    mesh = init_device_mesh("cpu", (2, 2))
+    layouts = [Layout.of(mesh, *spec) for spec in every_layout(2, 2)]
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        manual_seed(7)
+        get_rng_state()
+        expected = make(alone(), None, dtype).full_tensor()
+        assert expected.dtype is dtype and expected.unique().numel() > 1
+        after = get_rng_state()
+        for layout in layouts:
+            manual_seed(7)
+            made = make(mesh, layout, dtype)
+            assert get_rng_state() == after
+            reduced = made.reduce_partial()
+            assert torch.equal(bits_of(reduced.to_local()), bits_of(block_of(expected, reduced.layout))), layout
+            assert torch.equal(bits_of(made.full_tensor()), bits_of(expected)), layout
+
+
+@run_on_ranks(2)
+def test_values_are_what_their_names_say():
+    mesh = init_device_mesh("cpu", (2,))
+    manual_seed(0)
+    size = (200, 300)
+    placements = [Shard(0)]
+    normal = hp.randn(size, mesh, placements).full_tensor()
+    assert abs(normal.mean()) < 0.02 and abs(normal.std() - 1) < 0.02
+    uniform = hp.rand(size, mesh, placements).full_tensor()
+    assert uniform.min() >= 0 and uniform.max() < 1 and abs(uniform.mean() - 0.5) < 0.01
+    cut = nn.init.trunc_normal_(hp.empty(size, mesh, placements), a=-1, b=0.5).full_tensor()
+    assert cut.min() >= -1 and cut.max() <= 0.5
+    bound = (6 / 300) ** 0.5  # of kaiming_uniform_: its fan_in is that of the whole tensor
+    kaiming = nn.init.kaiming_uniform_(hp.empty(size, mesh, placements)).full_tensor()
+    assert 0.99 * bound < kaiming.abs().max() <= bound
+    dropped = functional.dropout(hp.ones(size, mesh, placements), 0.25).full_tensor()
+    assert set(dropped.unique().tolist()) == {0.0, torch.tensor(1 / 0.75).item()}
+    assert abs((dropped == 0).double().mean() - 0.25) < 0.01
+
+
+@run_on_ranks(4)
+def test_shards_differ_and_replicas_agree():
+    mesh = init_device_mesh("cpu", (2, 2))
+    manual_seed(3)
+    torch.manual_seed(torch.distributed.get_rank())  # the framework's generators may differ
+    blocks = [None] * 4
+    torch.distributed.all_gather_object(blocks, hp.randn((4, 4), mesh, [Shard(0), Replicate()]).to_local())
+    assert torch.equal(blocks[0], blocks[1]) and torch.equal(blocks[2], blocks[3])
+    assert not torch.equal(blocks[0], blocks[2])
+    first, second = (hp.randn((4, 4), mesh, [Shard(0), Shard(1)]).full_tensor() for _ in range(2))
+    assert not torch.equal(first, second)
+    assert torch.equal(first, hp_randn_again(3, 1))
+
+
+def hp_randn_again(seed, num_before):
+    manual_seed(seed)
+    for _ in range(num_before):
+        hp.randn((1,), alone())
+    return hp.randn((4, 4), alone()).full_tensor()
+
+
+@run_on_ranks(4)
+def test_the_framework_s_generator_changes_nothing():
+    mesh, rank = init_device_mesh("cpu", (4,)), torch.distributed.get_rank()
+    manual_seed(5)
+    expected = [hp.randn((5,), mesh, [Replicate()]).full_tensor() for _ in range(4)]
+    manual_seed(5)
+    for number, value in enumerate(expected):
+        if rank == 0 or number == 2:  # also when one rank alone seeds it again and again
+            torch.manual_seed(0)
+        torch.rand(rank)
+        assert torch.equal(hp.randn((5,), mesh, [Replicate()]).full_tensor(), value)
+
+
+@run_on_ranks(2)
+def test_dropout_passes_gradients_where_it_passes_values():
+    mesh = init_device_mesh("cpu", (2,))
+    leaf = hp.ones((9, 5), mesh, [Shard(0)], requires_grad=True)
+    result = functional.dropout(leaf, 0.5)
+    result.full_tensor().sum().backward()
+    assert torch.equal(leaf.grad.full_tensor(), result.full_tensor())
+    assert functional.dropout(leaf, 0.5, training=False) is leaf
+    pending = distribute_tensor(torch.ones(9, 5), mesh, [Partial()])
+    assert set(functional.dropout(pending, 0.5).full_tensor().unique().tolist()) == {0.0, 2.0}
+    with pytest.raises(ValueError, match="cannot be addressed by global index; seed with hyper_parallel.manual_seed"):
+        hp.empty((2,), mesh, [Shard(0)]).normal_(generator=torch.Generator())
+
+
+# ---------------------------------------------------------------- recompute
+
+
+def noisy(data, scale):
+    """A body with several draws, whose gradient depends on all of them."""
+    data = functional.dropout(data * scale, 0.3).tanh()
+    data = data * torch.rand_like(data)
+    return functional.dropout(data, 0.2) * hp.randn(tuple(data.shape), data.device_mesh, data.placements)
+
+
+def run_body(call, placements, num_layers=3):
+    mesh = init_device_mesh("cpu", (2,))
+    manual_seed(11)
+    data = distribute_tensor(torch.linspace(-1, 1, 15, dtype=torch.float64).reshape(5, 3), mesh, placements)
+    data = (data * 1.0).requires_grad_()
+    scales = [torch.tensor(1.0 + layer, dtype=torch.float64, requires_grad=True) for layer in range(num_layers)]
+    result = data
+    for scale in scales:
+        result = call(noisy, result, scale)
+        result = functional.dropout(result, 0.1)
+    state = get_rng_state()
+    result.full_tensor().sum().backward()
+    assert get_rng_state() == state  # recompute leaves no trace
+    return data.grad.full_tensor(), result.full_tensor().detach()
+
+
+def nested(function, *args):
+    inner = functools.partial(torch_checkpoint.checkpoint, function, use_reentrant=False)
+    return torch_checkpoint.checkpoint(inner, *args, use_reentrant=False)
+
+
+CHECKPOINTS = {
+    "platform": lambda function, *args: get_platform().checkpoint(function, *args),
+    "torch": functools.partial(torch_checkpoint.checkpoint, use_reentrant=False),
+    "torch, reentrant": functools.partial(torch_checkpoint.checkpoint, use_reentrant=True),
+    "nested": nested,
+}
+
+
+@run_on_ranks(2)
+@pytest.mark.parametrize("name", list(CHECKPOINTS))
+@pytest.mark.parametrize("placements", [[Shard(0)], [Replicate()]], ids=str)
+def test_recompute_repeats_its_random_numbers(name, placements):
+    torch.manual_seed(torch.distributed.get_rank())
+    expected = run_body(lambda function, *args: function(*args), placements)
+    for _ in range(2):  # a second step finds its own draws, not those of the first
+        gradient, result = run_body(CHECKPOINTS[name], placements)
+        assert torch.equal(result, expected[1])
+        torch.testing.assert_close(gradient, expected[0], rtol=1e-12, atol=1e-12)
+
+
+@run_on_ranks(2)
+def test_recompute_in_any_order():
+    """Several forwards before the first backward, and backwards in the order of the forwards, as in a pipeline."""
+    mesh = init_device_mesh("cpu", (2,))
+    manual_seed(1)
+    leaves = [hp.ones((5, 4), mesh, [Shard(0)], requires_grad=True) for _ in range(3)]
+    results = [
+        torch_checkpoint.checkpoint(lambda t: functional.dropout(t * t, 0.5), leaf, use_reentrant=False) for leaf in leaves
+    ]
+    for leaf, result in zip(leaves, results, strict=True):
+        result.full_tensor().sum().backward()
+        assert torch.equal(leaf.grad.full_tensor(), 2 * result.full_tensor())
+
+
+# ---------------------------------------------------------------- the record of draws
+
+
+class StubPlatform:
+    """A framework of which the test says what its generator shows and whether it is in backward."""
+
+    def __init__(self):
+        self.fingerprint, self.in_backward = 0, False
+
+    def rng_fingerprint(self):
+        self.fingerprint += 1
+        return self.fingerprint
+
+    def is_in_backward(self):
+        return self.in_backward
+
+
+@pytest.fixture
+def stub(monkeypatch):
+    platform = StubPlatform()
+    monkeypatch.setattr(random_draws, "get_platform", lambda: platform)
+    return platform
+
+
+def draws(record, num):
+    return [record.next_draw().number for _ in range(num)]
+
+
+def test_forward_never_repeats_and_backward_repeats_what_it_knows(stub):
+    record = DrawRecord(RandomState(5))
+    assert draws(record, 3) == [0, 1, 2]
+    stub.fingerprint = 0
+    assert draws(record, 3) == [3, 4, 5]  # forward again, with the generator put back
+    stub.in_backward, stub.fingerprint = True, 10
+    assert record.next_draw() == Draw(5, 6)  # a random number of a backward hook: a draw like any other
+
+
+def test_two_live_draws_of_one_state_are_an_error(stub):
+    record = DrawRecord(RandomState(5))
+    assert draws(record, 2) == [0, 1]
+    stub.fingerprint = 0
+    assert draws(record, 1) == [2]
+    stub.fingerprint, stub.in_backward = 0, True
+    with pytest.raises(RuntimeError, match="same state before two draws .the later one is draw 2 of seed 5.*manual_seed"):
+        record.next_draw()
+    stub.fingerprint = 1
+    assert draws(record, 1) == [1]  # the other one is clear
+
+
+def test_a_recompute_or_a_new_seed_between_two_draws_of_one_state(stub):
+    state = RandomState(5)
+    record = DrawRecord(state)
+    for step in range(3):  # each step starts with the framework's generator at the same state
+        stub.fingerprint, stub.in_backward = 0, False
+        assert draws(record, 2) == [2 * step, 2 * step + 1]
+        stub.fingerprint, stub.in_backward = 0, True
+        assert draws(record, 2) == [2 * step, 2 * step + 1]
+    stub.in_backward = False
+    for seed in (6, 6):
+        stub.fingerprint, stub.in_backward = 0, False
+        state.manual_seed(seed)
+        assert draws(record, 2) == [0, 1]
+    stub.fingerprint, stub.in_backward = 0, True
+    assert record.next_draw() == Draw(6, 0)
+
+
+def test_the_record_is_bounded(stub):
+    record = DrawRecord(RandomState(), max_remembered=10)
+    assert draws(record, 25) == list(range(25))
+    stub.fingerprint, stub.in_backward = 15, True
+    assert draws(record, 10) == list(range(15, 25))
+    assert len(record._drawn) == 10
+
+
+def test_the_record_of_the_process_follows_manual_seed():
+    with default_state.preserve():
+        manual_seed(9)
+        assert [random_draws.next_draw(), random_draws.next_draw()] == [Draw(9, 0), Draw(9, 1)]
+        manual_seed(9)
+        assert random_draws.next_draw() == Draw(9, 0)
