@@ -89,7 +89,7 @@ def _seed(argument: str, number: int, output: Any, seed: Any) -> Any:
         if not _platform.is_tensor(seed) or seed.ndim or output.ndim:
             raise TypeError(
                 f"{argument}[{number}] is a {type(seed).__name__}, but output {number} is a distributed tensor of "
-                f"shape {tuple(output.shape)}; use distribute_tensor (every rank holds the whole gradient) or from_local"
+                f"shape {tuple(output.shape)}; use distribute_tensor (every rank holds it whole) or from_local"
             )
         return _platform.as_dtensor(DTensor, _platform.alias(seed), output.layout.gradient(), output._global_shape)
     if seed._global_shape != output._global_shape:

@@ -207,7 +207,7 @@ def _use_foreach(group: list[torch.Tensor], device: torch.device, foreach: bool 
 
 
 def let_foreach_take(kind: type) -> None:
-    """Let ``torch.optim`` and ``torch.nn.utils`` use their list operators for tensors of ``kind``, as for plain ones."""
+    """Let ``torch.optim`` and ``torch.nn.utils`` use list operators for tensors of ``kind``, as for plain ones."""
     # The lists have no public name; torch enters its own distributed tensor into the same two.
     from torch.optim import optimizer
     from torch.utils import _foreach_utils

@@ -209,4 +209,10 @@ def cross(call: OpCall) -> Signature:
         tuple(None if label == whole else label for label in labels) for labels in broadcast_labels(shapes, size)
     )
     output = tuple(None if label == whole else label for label in letters(len(size)))
-    return Signature(inputs, (output,), linear=_ALONE)
+
+    def along_dim(local: LocalCall) -> Any:
+        """A block may have another first dim of size 3 than the whole tensor, so the dim is always named."""
+        given = {"input": None, "other": None, **dict(zip(("input", "other"), local.args, strict=False)), **local.kwargs}
+        return local.func(given["input"], given["other"], dim=dim)
+
+    return Signature(inputs, (output,), linear=_ALONE, local=along_dim)
