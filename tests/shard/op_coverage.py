@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import os
 import random
 import traceback
 import warnings
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +24,21 @@ import torch
 
 import hyper_parallel as hp
 from hyper_parallel.core.shard.strict_mode import gathered_ops
+from tests.world.failures import RanksFailed
+from tests.world.world import Worlds
 
 # These give other values at every call, or memory that nobody has written to: only shapes and replicas are compared.
 UNDETERMINED = {
-    *("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted", "bernoulli", "normal"),
+    *(
+        "empty",
+        "empty_like",
+        "new_empty",
+        "empty_strided",
+        "new_empty_strided",
+        "empty_permuted",
+        "bernoulli",
+        "normal",
+    ),
     *("multinomial", "rand_like", "randn_like", "randint_like", "cauchy", "exponential", "geometric", "log_normal"),
     *("uniform", "nn.functional.dropout", "nn.functional.dropout2d", "nn.functional.dropout3d", "randn", "randint"),
     *("nn.functional.alpha_dropout", "nn.functional.feature_alpha_dropout", "nn.functional.rrelu", "svd_lowrank"),
@@ -57,18 +70,22 @@ def full_name(info: Any) -> str:
     return f"{info.name}.{info.variant_test_name}" if info.variant_test_name else info.name
 
 
-def check_ops(indices: list[int], seed: int = 0, mesh_shape: tuple[int, ...] = (2,)) -> list[Outcome]:
+def check_ops(
+    indices: list[int], seed: int = 0, mesh_shape: tuple[int, ...] = (2,), num_samples: int = NUM_SAMPLES
+) -> list[Outcome]:
     """Runs on every rank."""
     warnings.simplefilter("ignore")
     os.environ["PYTORCH_TEST_WITH_SLOW"] = "0"
     mesh = hp.init_device_mesh("cpu", mesh_shape)
     infos = op_infos()
-    return [_check(infos[index], mesh, seed) for index in indices]
+    return [_check(infos[index], mesh, seed, num_samples) for index in indices]
 
 
-def _check(info: Any, mesh: Any, seed: int) -> Outcome:
+def _check(info: Any, mesh: Any, seed: int, num_samples: int) -> Outcome:
     name = full_name(info)
-    dtype = next((d for d in (torch.float64, torch.float32, torch.complex128, torch.int64, torch.bool) if d in info.dtypes), None)
+    dtype = next(
+        (d for d in (torch.float64, torch.float32, torch.complex128, torch.int64, torch.bool) if d in info.dtypes), None
+    )
     if dtype is None:
         dtype = next(iter(info.dtypes), None)
     if dtype is None:
@@ -86,7 +103,7 @@ def _check(info: Any, mesh: Any, seed: int) -> Outcome:
     pick = random.Random(f"{seed}{name}")
     pick.shuffle(samples)
     for sample in samples:
-        if tried >= NUM_SAMPLES:
+        if tried >= num_samples:
             break
         tensors = _tensors((sample.input, sample.args, sample.kwargs))
         if not tensors or any(t.numel() > MAX_NUMEL or t.layout is not torch.strided for t in tensors):
@@ -100,7 +117,9 @@ def _check(info: Any, mesh: Any, seed: int) -> Outcome:
         try:
             complaint = _compare(info, sample, tensors, layouts, mesh, expected, gradient, gradients, name)
         except Exception:
-            where = ", ".join(f"{tuple(t.shape)} {t.dtype} {layout.placements}" for t, layout in zip(tensors, layouts, strict=True))
+            where = ", ".join(
+                f"{tuple(t.shape)} {t.dtype} {layout.placements}" for t, layout in zip(tensors, layouts, strict=True)
+            )
             complaint = f"error: under {where}: {traceback.format_exc(limit=-5)}"
         if complaint:
             status = "error" if complaint.startswith("error") else "wrong"
@@ -166,7 +185,15 @@ def _run(info: Any, sample: Any, tensors: list[Any], gradients: bool) -> tuple[A
 
 
 def _compare(
-    info: Any, sample: Any, tensors: Any, layouts: Any, mesh: Any, expected: Any, gradient: Any, gradients: bool, name: str
+    info: Any,
+    sample: Any,
+    tensors: Any,
+    layouts: Any,
+    mesh: Any,
+    expected: Any,
+    gradient: Any,
+    gradients: bool,
+    name: str,
 ) -> str:
     ours_in = [hp.distribute_tensor(_fresh(t), mesh, layout) for t, layout in zip(tensors, layouts, strict=True)]
     result, grads = _run(info, sample, ours_in, gradients)
@@ -216,30 +243,28 @@ def _close(mine: torch.Tensor, want: torch.Tensor) -> bool:
     return torch.allclose(mine, want, rtol=tight, atol=tight, equal_nan=True)
 
 
-def run_database(seed: int = 0, mesh_shape: tuple[int, ...] = (2,), only: str = "", chunk: int = 20) -> list[Outcome]:
+def run_database(
+    worlds: Any,
+    seed: int = 0,
+    mesh_shape: tuple[int, ...] = (2,),
+    only: str = "",
+    num_samples: int = NUM_SAMPLES,
+    chunk: int = 20,
+) -> Iterator[Outcome]:
     """Every operator, in worlds that are replaced when one hangs or dies."""
-    from tests.world.failures import RanksFailed
-    from tests.world.world import Worlds
-
     names = [full_name(info) for info in op_infos()]
     indices = [index for index, name in enumerate(names) if only in name]
-    outcomes: list[Outcome] = []
-    size = 1
-    for length in mesh_shape:
-        size *= length
-    with closing(Worlds()) as worlds:
-        for start in range(0, len(indices), chunk):
-            part = indices[start : start + chunk]
-            try:
-                outcomes += _merged(worlds(size, timeout=120).run(check_ops, part, seed, mesh_shape))
-            except RanksFailed:
-                for index in part:
-                    try:
-                        outcomes += _merged(worlds(size, timeout=30).run(check_ops, [index], seed, mesh_shape))
-                    except RanksFailed as failure:
-                        outcomes.append(Outcome(names[index], "died or hung", False, str(failure)))
-            print(f"{len(outcomes)} of {len(indices)}", flush=True)
-    return outcomes
+    size = math.prod(mesh_shape)
+    for start in range(0, len(indices), chunk):
+        part = indices[start : start + chunk]
+        try:
+            yield from _merged(worlds(size, timeout=120).run(check_ops, part, seed, mesh_shape, num_samples))
+        except RanksFailed:
+            for index in part:
+                try:
+                    yield from _merged(worlds(size, timeout=30).run(check_ops, [index], seed, mesh_shape, num_samples))
+                except RanksFailed as failure:
+                    yield Outcome(names[index], "died or hung", False, str(failure))
 
 
 def _merged(answers: list[list[Outcome]]) -> list[Outcome]:
@@ -256,14 +281,21 @@ def main() -> None:
     parser.add_argument("--write", type=Path, default=None, help="write the table to this file")
     options = parser.parse_args()
     shape = tuple(int(size) for size in options.mesh.split("x"))
-    outcomes = run_database(options.seed, shape, options.only)
+    outcomes: list[Outcome] = []
+    with closing(Worlds()) as worlds:
+        for outcome in run_database(worlds, options.seed, shape, options.only):
+            outcomes.append(outcome)
+            if len(outcomes) % 20 == 0:
+                print(f"{len(outcomes)} operators", flush=True)
     for outcome in outcomes:
         if outcome.status not in ("right", "no sample"):
             print(f"--- {outcome.name}: {outcome.status}: {outcome.message}")
     right = [o for o in outcomes if o.status == "right"]
     print(
         f"{len(outcomes)} operators: {len(right)} right ({sum(not o.gathered for o in right)} without a gather), "
-        + ", ".join(f"{sum(o.status == s for o in outcomes)} {s}" for s in ("wrong", "error", "died or hung", "no sample"))
+        + ", ".join(
+            f"{sum(o.status == s for o in outcomes)} {s}" for s in ("wrong", "error", "died or hung", "no sample")
+        )
     )
     if options.write:
         options.write.write_text(table(outcomes, options.mesh))
@@ -271,14 +303,16 @@ def main() -> None:
 
 def table(outcomes: list[Outcome], mesh: str) -> str:
     """The coverage page."""
+    outcomes = [o for o in outcomes if o.status != "no sample"]
     right = [o for o in outcomes if o.status == "right"]
     lines = [
         "# Operators",
         "",
-        "Made by `python -m tests.shard.op_coverage --write docs/ops.md`: PyTorch's operator database, every tensor argument",
-        f"under a random layout on a mesh of {mesh} ranks, values and gradients compared with one device.",
+        "Made by `python -m tests.shard.op_coverage --write docs/ops.md`: PyTorch's operator database, every tensor",
+        f"argument under a random layout on a mesh of {mesh} ranks, values and gradients compared with one device.",
         "",
-        f"{len(right)} of {len(outcomes)} operators are right, {sum(not o.gathered for o in right)} of them without a gather.",
+        f"{len(right)} of {len(outcomes)} operators are right, "
+        f"{sum(not o.gathered for o in right)} of them without a gather.",
         "",
         "| operator | result | how |",
         "|---|---|---|",

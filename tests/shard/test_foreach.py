@@ -75,10 +75,12 @@ def test_every_operator() -> None:
             found = func(*lists, *rest, **keywords)
             what = f"{func.__name__}{rest}{keywords}"
             if in_place:
-                assert found is None
+                assert all(mine is given for mine, given in zip(found, lists[0], strict=True))
                 _compare(lists[0], values[0], what)
             else:
-                assert all(isinstance(f, hp.DTensor) == isinstance(a, hp.DTensor) for f, a in zip(found, lists[0], strict=True))
+                assert all(
+                    isinstance(f, hp.DTensor) == isinstance(a, hp.DTensor) for f, a in zip(found, lists[0], strict=True)
+                )
                 _compare(found, expected, what)
 
 
@@ -107,7 +109,9 @@ def test_pending_sums_pass_through_linear_operators_only() -> None:
         made = func(pending, *rest)
         assert all(result.placements == (hp.Replicate(),) for result in made)
         _compare(made, func(values, *([values] if rest and rest[0] is pending else rest)), func.__name__)
-    with pytest.raises(RuntimeError, match=r"_foreach_exp_ cannot write into a tensor under .*reduce_partial\(\) first"):
+    with pytest.raises(
+        RuntimeError, match=r"_foreach_exp_ cannot write into a tensor under .*reduce_partial\(\) first"
+    ):
         torch._foreach_exp_(pending)
     torch._foreach_mul_(pending, 3.0)
     torch._foreach_zero_(pending)

@@ -227,7 +227,9 @@ def test_elements_of_a_cut_dim_cost_nothing() -> None:
         cut = [torch.nn.functional.embedding(rows, table), table[rows], table[1:3]]
         x[1:3] = 0.5
         x[4] = x[0]
-    assert {record.op for record in recorder.records} <= {"all_reduce"} and len(recorder.records) == 1  # x[0] is reduced
+    assert {record.op for record in recorder.records} <= {"all_reduce"} and len(
+        recorder.records
+    ) == 1  # x[0] is reduced
     assert all(each.placements == (hp.Partial(),) for each in pending)
     assert [each.placements for each in cut] == [(hp.Shard(1),)] * 3
     expected = tensor(5, 4)
@@ -256,7 +258,9 @@ def test_a_value_with_a_gradient_written_into_a_fresh_tensor() -> None:
 def test_wrong_use_says_what_to_write() -> None:
     mesh = hp.init_device_mesh("cpu", (2,))
     x = hp.distribute_tensor(tensor(5, 4), mesh, [hp.Shard(0)])
-    with pytest.raises(TypeError, match=r"getitem: a plain tensor of shape \(2,\) meets a distributed one.*distribute_tensor"):
+    with pytest.raises(
+        TypeError, match=r"getitem: a plain tensor of shape \(2,\) meets a distributed one.*distribute_tensor"
+    ):
         x[ints(0, 1)]
     with pytest.raises(TypeError, match=r"setitem: a plain tensor of shape \(4,\).*distribute_tensor"):
         x[0] = tensor(4)

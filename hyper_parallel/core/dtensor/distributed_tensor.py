@@ -49,11 +49,11 @@ class DTensor(_platform.DTensorBase):  # type: ignore[misc, name-defined]
 
     def size(self, dim: int | None = None) -> Any:
         """The global shape, or the global size of ``dim``."""
-        return self._global_shape if dim is None else self._global_shape[dim]
+        return self.shape if dim is None else self.shape[dim]
 
     def numel(self) -> int:
         """The number of elements of the whole tensor."""
-        return math.prod(self._global_shape)
+        return math.prod(self.shape)
 
     nelement = numel
 

@@ -52,6 +52,7 @@ def run_on_lists(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     places = [(args, index) for index in range(len(args))] + [(kwargs, key) for key in kwargs]  # type: ignore[operator]
     lists = [(holder, key) for holder, key in places if _is_tensor_list(holder[key])]
     columns = [holder[key] for holder, key in lists]
+    written = columns[0]
     if _lie_alike(columns):
         args, kwargs = _with_whole_tensors(args, kwargs)
         result = _platform.without_interception(func, *args, **kwargs)
@@ -68,7 +69,9 @@ def run_on_lists(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
         together.carry_back()
     if name == _UNSCALE:
         _agree_on_found_inf(columns[0], args[1])
-    return result if result is None else _wrapped(result, columns)
+    if result is None or name.endswith("_"):
+        return result if result is None else type(result)(written)
+    return _wrapped(result, columns)
 
 
 def _is_tensor_list(value: Any) -> bool:
@@ -207,7 +210,7 @@ def _one_by_one(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
         function(*(at(value, index) for value in args), **{key: at(value, index) for key, value in kwargs.items()})
         for index in range(count)
     ]
-    return None if function.__name__.endswith("_") else tuple(results)
+    return tuple(results)
 
 
 def _method(base: str, name: str) -> Callable[..., Any]:

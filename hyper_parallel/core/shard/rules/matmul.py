@@ -6,7 +6,7 @@ from typing import Any
 
 from hyper_parallel.core.shard.added_term import added_once
 from hyper_parallel.core.shard.rule_table import einsum_rule, rule
-from hyper_parallel.core.shard.signature import Labels, OpCall, Signature, broadcast_labels, letters
+from hyper_parallel.core.shard.signature import Labels, LocalCall, OpCall, Signature, broadcast_labels, letters
 
 _ALONE = (frozenset({0}), frozenset({1}))
 _SUM = {"k": "sum"}
@@ -212,7 +212,7 @@ def cross(call: OpCall) -> Signature:
 
     def along_dim(local: LocalCall) -> Any:
         """A block may have another first dim of size 3 than the whole tensor, so the dim is always named."""
-        given = {"input": None, "other": None, **dict(zip(("input", "other"), local.args, strict=False)), **local.kwargs}
+        given = {**dict(zip(("input", "other"), local.args, strict=False)), **local.kwargs}
         return local.func(given["input"], given["other"], dim=dim)
 
     return Signature(inputs, (output,), linear=_ALONE, local=along_dim)
