@@ -500,6 +500,7 @@ def test_operators_can_see_the_blocks():
         result = made * 2
         assert type(result) is torch.Tensor and torch.equal(result, made.to_local() * 2)
         assert torch.equal(torch.cat([made, made]), made.to_local().repeat(2))
+        assert type(made.detach()) is torch.Tensor
         made.add_(1)
         with SkipDTensorDispatch(no_skip=["mul", torch.add]):
             assert type(made * 2) is DTensor and type(made + 2) is DTensor and type(made - 2) is torch.Tensor

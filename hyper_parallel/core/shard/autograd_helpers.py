@@ -1,4 +1,4 @@
-"""Asking autograd for gradients of and by DTensors, and autograd functions of users that are given them.
+"""Autograd functions of users that are given DTensors.
 
 Note [A function of your own sees whole tensors]
 The ``forward`` and ``backward`` of an autograd function are programs like any other: given DTensors, their operators
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
 from typing import Any
 
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
@@ -25,85 +24,8 @@ _platform = get_platform()
 Label = tuple[Layout, Any]  # layout and global shape
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# torch.autograd.grad and torch.autograd.backward
-# ---------------------------------------------------------------------------------------------------------------------
-
-_GRAD_NAMES = ("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph", "only_inputs", "allow_unused")
-_BACKWARD_NAMES = ("tensors", "grad_tensors", "retain_graph", "create_graph", "grad_variables", "inputs")
-
-
-def grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``torch.autograd.grad``: gradients of DTensors lie as the law says."""
-    if func.__name__ == "__get__":  # reading the attribute of that name
-        return args[0].grad
-    given = dict(zip(_GRAD_NAMES, args, strict=False)) | kwargs
-    if given.get("is_grads_batched"):
-        raise ValueError(
-            "torch.autograd.grad of distributed tensors cannot take is_grads_batched=True: collectives cannot be "
-            "vectorised; call it once for each gradient"
-        )
-    outputs, inputs = _as_tuple(given.pop("outputs")), _as_tuple(given.pop("inputs"))
-    seeds = _seeds("grad_outputs", outputs, given.pop("grad_outputs", None))
-    found = _platform.without_interception(func, outputs, inputs, seeds, **given)
-    return tuple(_labelled(gradient, tensor) for gradient, tensor in zip(found, inputs, strict=True))
-
-
-def backward(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """``torch.autograd.backward``."""
-    given = dict(zip(_BACKWARD_NAMES, args, strict=False)) | kwargs
-    outputs = _as_tuple(given.pop("tensors"))
-    deprecated = given.pop("grad_variables", None)
-    given_seeds = given.pop("grad_tensors", None)
-    seeds = _seeds("grad_tensors", outputs, deprecated if given_seeds is None else given_seeds)
-    _platform.without_interception(func, outputs, seeds, **given)
-
-
 def _as_tuple(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, (list, tuple)) else (value,)
-
-
-def _seeds(argument: str, outputs: tuple[Any, ...], given: Any) -> tuple[Any, ...]:
-    """The gradients to start with, laid out by the law; ones for a whole or pending number."""
-    seeds = (None,) * len(outputs) if given is None else _as_tuple(given)
-    if len(seeds) != len(outputs):
-        raise ValueError(f"{len(outputs)} outputs and {len(seeds)} gradients in {argument}: give one for each output")
-    return tuple(
-        _seed(argument, number, output, seed) for number, (output, seed) in enumerate(zip(outputs, seeds, strict=True))
-    )
-
-
-def _seed(argument: str, number: int, output: Any, seed: Any) -> Any:
-    if not isinstance(output, DTensor):
-        return seed.full_tensor() if isinstance(seed, DTensor) else seed
-    if seed is None:
-        if not output.requires_grad:
-            return None
-        if output.numel() != 1:
-            raise RuntimeError(
-                f"grad can be implicitly created only for scalar outputs, not for one of shape {tuple(output.shape)}"
-            )
-        block = _platform.full_like(_platform.detached(output), 1.0)
-        return _platform.as_dtensor(DTensor, block, output.layout.gradient(), output._global_shape)
-    if not isinstance(seed, DTensor):
-        if not _platform.is_tensor(seed) or seed.ndim or output.ndim:
-            raise TypeError(
-                f"{argument}[{number}] is a {type(seed).__name__}, but output {number} is a distributed tensor of "
-                f"shape {tuple(output.shape)}; use distribute_tensor (every rank holds it whole) or from_local"
-            )
-        return _platform.as_dtensor(DTensor, _platform.alias(seed), output.layout.gradient(), output._global_shape)
-    if seed._global_shape != output._global_shape:
-        raise ValueError(
-            f"{argument}[{number}] has shape {tuple(seed.shape)}, but output {number} has {tuple(output.shape)}"
-        )
-    return seed.redistribute(output.device_mesh, output.layout.gradient())
-
-
-def _labelled(gradient: Any, tensor: Any) -> Any:
-    """What the engine gave for ``tensor`` as a DTensor."""
-    if gradient is None or not isinstance(tensor, DTensor):
-        return gradient
-    return _label(gradient, (tensor.layout.gradient(), tensor._global_shape))
 
 
 def _label(block: Any, label: Label) -> Any:
@@ -112,14 +34,6 @@ def _label(block: Any, label: Label) -> Any:
             return block
         block = _platform.local_alias(block)
     return _platform.as_dtensor(DTensor, block, *label)
-
-
-SPECIAL_AUTOGRAD = {"grad": grad, "backward": backward}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Autograd functions of users
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 class _Running(threading.local):
@@ -237,6 +151,3 @@ class _Context:
             tensor if label is None or tensor is None or isinstance(tensor, DTensor) else _label(tensor, label)
             for tensor, label in zip(self._ctx.saved_tensors, labels, strict=True)
         )
-
-
-_platform.set_function_handler(run_function)

@@ -17,8 +17,8 @@ _platform = get_platform()
 class DFunction(_platform.Function):  # type: ignore[misc, name-defined]
     """Subclass with static ``forward(ctx, ...)`` and ``backward(ctx, ...)`` on local tensors; call ``apply``.
 
-    With plain tensors it is the framework's own autograd function. With DTensors it runs on the blocks, and the operator
-    registered under ``_op_name`` (a :class:`DistributedOp` or a rule) says how the result lies.
+    With plain tensors it is the framework's own autograd function. With DTensors it runs on the blocks, and the
+    operator registered under ``_op_name`` (a :class:`DistributedOp` or a rule) says how the result lies.
     """
 
     _op_name: str | None = None

@@ -15,11 +15,12 @@ from collections.abc import Callable
 from typing import Any
 
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
+from hyper_parallel.core.dtensor.random_state import get_rng_state, set_rng_state
 from hyper_parallel.core.dtensor.skip_dispatch import is_skipped, skipping
-from hyper_parallel.core.shard import rules
+from hyper_parallel.core.shard import autograd_helpers, rules
 from hyper_parallel.core.shard.foreach import run_on_lists, takes_lists
 from hyper_parallel.core.shard.gather_fallback import run_gathered
-from hyper_parallel.core.shard.mixing import MixedTensorsError
+from hyper_parallel.core.shard.mixing import MixedTensorsError, PendingWriteError
 from hyper_parallel.core.shard.plan_call import PlannedCall, plan_call
 from hyper_parallel.core.shard.random_ops import RANDOM_BODIES, RANDOM_OPS
 from hyper_parallel.core.shard.rule_table import depends_on_dtypes, find_rule, ignores_scalars
@@ -179,7 +180,7 @@ def _without_rule(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     _running.bodies.append(func)
     try:
         return body(*args, **kwargs)
-    except MixedTensorsError:  # the body makes plain tensors of its own
+    except (MixedTensorsError, PendingWriteError):  # the body makes plain tensors, or writes into a pending sum
         return run_gathered(func, args, kwargs)
     finally:
         _running.bodies.pop()
@@ -196,4 +197,6 @@ _running = _Running()
 
 
 rules.load()
+_platform.set_function_handler(autograd_helpers.run_function)
+_platform.carry_random_state(get_rng_state, set_rng_state)
 _platform.set_dispatcher(intercept)

@@ -42,13 +42,14 @@ def run_gathered(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
         lambda value: layouts.append(value.layout) if isinstance(value, DTensor) else None, (args, kwargs)
     )
     check_gathering(name, layouts, "it has no rule")
-    plain_args = _platform.tree_map(whole, args)
-    plain_kwargs = _platform.tree_map(whole, kwargs)
-    if name.rstrip("_") in DRAWS_ON_THE_WHOLE:
-        with _platform.seeded(*random_state.next_draw()):
+    with _platform.counting_versions():
+        plain_args = _platform.tree_map(whole, args)
+        plain_kwargs = _platform.tree_map(whole, kwargs)
+        if name.rstrip("_") in DRAWS_ON_THE_WHOLE:
+            with _platform.seeded(*random_state.next_draw()):
+                result = func(*plain_args, **plain_kwargs)
+        else:
             result = func(*plain_args, **plain_kwargs)
-    else:
-        result = func(*plain_args, **plain_kwargs)
     written = {}
     for tensor, full, version in gathered.values():
         if tuple(full.shape) != tuple(tensor.shape):  # an out= that was resized

@@ -16,6 +16,10 @@ class MixedTensorsError(RuntimeError):
     """
 
 
+class PendingWriteError(RuntimeError):
+    """An in-place operator would have to change how the tensor it writes into lies."""
+
+
 def refuse_plain(name: str, value: Any) -> None:
     """Raise if ``value`` is a plain tensor with dims."""
     if get_platform().is_tensor(value) and value.ndim > 0:

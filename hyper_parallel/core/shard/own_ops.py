@@ -1,4 +1,4 @@
-"""Bringing your own operators: a rule in one line, an operator with a layout function, or a function of local blocks."""
+"""Bringing your own operators: a rule in one line, an operator with a layout function, or a function of blocks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _platform = get_platform()
 
 
 def register_op(rule: str | Rule, **properties: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator: let a function of tensors, or an operator of the framework's library, take DTensors by a sharding rule.
+    """Decorator: let a function of tensors, or an operator of a library, take DTensors by a sharding rule.
 
     The rule is an einsum-like line, whose letters say which dims go together (``reduces`` names what becomes a pending
     sum when it is cut), or a function from an ``OpCall`` to a ``Signature``. With plain tensors nothing changes.
@@ -157,7 +157,7 @@ def local_map(
     *,
     redistribute_inputs: bool = False,
 ) -> Callable[..., Any]:
-    """:func:`custom_shard` in torch's spelling. Gradients follow from the layouts, so ``in_grad_placements`` is unused."""
+    """:func:`custom_shard` in torch's spelling; gradients follow from the layouts, without ``in_grad_placements``."""
     del in_grad_placements
     return custom_shard(func, device_mesh, out_placements, in_placements, redistribute_inputs)
 

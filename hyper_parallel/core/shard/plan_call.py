@@ -10,7 +10,7 @@ from hyper_parallel.core.dtensor.comm_recorder import because
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.shard_sizes import finish_checks
-from hyper_parallel.core.shard.mixing import refuse_plain, same_mesh
+from hyper_parallel.core.shard.mixing import PendingWriteError, refuse_plain, same_mesh
 from hyper_parallel.core.shard.rule_table import find_rule
 from hyper_parallel.core.shard.signature import LocalCall, OpCall, Signature, TensorSpec
 from hyper_parallel.core.shard.strategy import Choice, choose
@@ -42,16 +42,13 @@ def plan_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     in_place = name.endswith("_") and not name.endswith("__")
     choice = choose(call, signature, 0 if in_place else signature.writes)
     if choice is None:
+        if not call.tensors[0].layout.has_partial:
+            return None  # a dim that must be whole is cut: gathered, written and cut again
         layouts = ", ".join(str(spec.layout) for spec in call.tensors)
-        raise RuntimeError(
+        raise PendingWriteError(
             f"{name} cannot write into a tensor under {call.tensors[0].layout}: the result would lie otherwise "
-            f"(inputs: {layouts}). "
-            + (
-                "A pending reduction only passes through linear operators: call reduce_partial() first, "
-                if call.tensors[0].layout.has_partial
-                else "Redistribute it first, "
-            )
-            + f"or use {name.rstrip('_')}, which makes a new tensor"
+            f"(inputs: {layouts}). A pending reduction only passes through linear operators: call reduce_partial() "
+            + (f"first, or use {name.rstrip('_')}, which makes a new tensor" if in_place else "first")
         )
     return PlannedCall(name, paths, call, signature, choice)
 

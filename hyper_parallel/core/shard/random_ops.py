@@ -107,8 +107,16 @@ RANDOM_BODIES = frozenset({"trunc_normal_", "dropout"})
 # Random operators without a form of their own: every rank draws the whole result, from the same seed.
 DRAWS_ON_THE_WHOLE = frozenset(
     {
-        *("alpha_dropout", "bernoulli", "binomial", "cauchy", "exponential", "feature_alpha_dropout", "feature_dropout"),
-        *("fractional_max_pool2d", "fractional_max_pool3d", "geometric", "log_normal", "multinomial", "native_dropout"),
+        *("alpha_dropout", "bernoulli", "binomial", "cauchy", "exponential", "feature_alpha_dropout"),
+        *(
+            "feature_dropout",
+            "fractional_max_pool2d",
+            "fractional_max_pool3d",
+            "geometric",
+            "log_normal",
+            "multinomial",
+        ),
+        *("native_dropout",),
         *("normal", "poisson", "rand_like", "randint_like", "randn_like", "random", "rrelu", "rrelu_with_noise"),
         *("lstm", "gru", "rnn_tanh", "rnn_relu", "scaled_dot_product_attention", "svd_lowrank", "pca_lowrank"),
     }

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
-from hyper_parallel.core.shard.autograd_helpers import SPECIAL_AUTOGRAD
 from hyper_parallel.platform import get_platform
 
 _platform = get_platform()
@@ -41,4 +40,3 @@ SPECIAL_OPS: dict[str, Handler] = dict.fromkeys(
     ),
     _on_whole_values,
 )
-SPECIAL_OPS.update(SPECIAL_AUTOGRAD)

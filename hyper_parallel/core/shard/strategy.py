@@ -110,6 +110,10 @@ def _pending_inputs(call: OpCall, signature: Signature, cut_by: set[int], kept: 
         if frozenset(have) in signature.linear and (kept is None or kept in have):
             for index, op in have.items():
                 pending[index][axis] = op
+        elif kept is not None and have.get(kept) == "sum":
+            # What is written into stays pending; the inputs it is linear with become pending too, for nothing.
+            for index in next((together for together in signature.linear if kept in together), ()):
+                pending[index][axis] = "sum"
     return pending
 
 

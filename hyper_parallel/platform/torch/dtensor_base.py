@@ -4,7 +4,8 @@ Note [A DTensor is its local tensor]
 The C++ tensor behind a DTensor is the local block, autograd included, so backward is plain local autograd and making a
 DTensor of a result costs a class assignment and two attributes: the layout, and the global shape, which is what
 ``.shape`` shows. Operators are intercepted at ``__torch_function__``. With interception off (``_NoInterception``) C
-functions run on the blocks directly, and a DTensor that Python code meets there looks like its block.
+functions run on the blocks directly; Python code must be given plain aliases (:func:`local_alias`), for it would read
+``.shape``.
 
 Attributes that optimizers and modules read in loops are Python properties here: a trip through ``__torch_function__``
 costs microseconds, a property a fraction of one.
@@ -22,8 +23,6 @@ import torch
 # The one switch for calling C functions on a subclass without interception. It has no public name; torch's
 # documentation of subclasses uses this one.
 _NoInterception = torch._C.DisableTorchFunctionSubclass
-_is_interception_on = torch._C._is_torch_function_enabled  # whether the switch is on; private like it
-_shape_of_block = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
 
 # Functions about the autograd graph and not about values: they are not dispatched. Filled by ``dtensor_gradients``.
 graph_functions: dict[Callable[..., Any], Callable[..., Any]] = {}
@@ -93,9 +92,8 @@ class DTensorBase(torch.Tensor):
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
-        """The global shape; with interception off a DTensor is its block, and has the block's."""
-        # Hooks of saved tensors (checkpointing, swapping) run inside of operators and ask there.
-        return self._global_shape if _is_interception_on() else _shape_of_block(self)
+        """The global shape."""
+        return self._global_shape
 
     @property
     def grad(self) -> Any:  # type: ignore[override]
@@ -224,8 +222,8 @@ def as_dtensor(kind: type, plain: torch.Tensor, layout: Any, shape: Any) -> Any:
 
 
 # Note [Aliases]
-# ``x[...]`` and not ``x.view_as(x)``: the gradient of a view is a view of the gradient, which autograd takes for its own
-# and keeps as ``p.grad``, so that a second backward would add to the tensor that the caller passed to the first.
+# ``x[...]`` and not ``x.view_as(x)``: the gradient of a view is a view of the gradient, which autograd takes for its
+# own and keeps as ``p.grad``, so that a second backward would add to the tensor that the caller passed to the first.
 
 
 def local_alias(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,11 @@
 """``torch.autograd.backward`` and ``torch.autograd.grad`` for distributed tensors: plain autograd on the blocks.
 
 Gradients go in and come out as DTensors laid out by the law: cut as the value is, whole where it is whole or pending.
+
+Note [Interception stays on during backward]
+Hooks, recomputed forward passes and users' autograd functions run inside the engine, and their operators on DTensors
+must be dispatched. So the engine is not called with interception off. Instead it is never shown a DTensor: it starts
+from plain aliases of the blocks, and the inputs it is asked about are given as edges of the graph.
 """
 
 from __future__ import annotations
@@ -9,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hyper_parallel.platform.torch.dtensor_base import DTensorBase, _NoInterception, as_dtensor, detached, local_alias
 
@@ -26,17 +32,61 @@ def backward(
 ) -> None:
     """As ``torch.autograd.backward``."""
     starts, seeds = _starts(tensors, grad_variables if grad_tensors is None else grad_tensors, "backward")
-    with _NoInterception():
-        torch.autograd.backward(starts, seeds, retain_graph, create_graph, inputs=inputs)
+    asked = None if inputs is None else _edges(_as_tuple(inputs))
+    torch.autograd.backward(starts, seeds, retain_graph, create_graph, inputs=asked)
 
 
-def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+def grad(
+    outputs: Any,
+    inputs: Any,
+    grad_outputs: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    only_inputs: bool = True,
+    allow_unused: bool | None = None,
+    is_grads_batched: bool = False,
+    materialize_grads: bool = False,
+) -> tuple[Any, ...]:
     """As ``torch.autograd.grad``; the gradient of a DTensor is a DTensor."""
+    if is_grads_batched:
+        raise ValueError(
+            "torch.autograd.grad of distributed tensors cannot take is_grads_batched=True: collectives cannot be "
+            "vectorised; call it once for each gradient"
+        )
+    if materialize_grads and allow_unused is False:
+        raise ValueError("torch.autograd.grad: materialize_grads=True needs allow_unused=True or None")
     starts, seeds = _starts(outputs, grad_outputs, "grad")
-    wanted = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+    wanted = _as_tuple(inputs)
+    gradients = torch.autograd.grad(
+        starts, _edges(wanted), seeds, retain_graph, create_graph, only_inputs, allow_unused or materialize_grads
+    )
+    found = tuple(_labelled(gradient, tensor) for gradient, tensor in zip(gradients, wanted, strict=True))
+    if not materialize_grads:
+        return found
+    return tuple(
+        torch.zeros_like(tensor) if gradient is None else gradient
+        for gradient, tensor in zip(found, wanted, strict=True)
+    )
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return (value,) if isinstance(value, (torch.Tensor, GradientEdge)) else tuple(value)
+
+
+def _edges(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The inputs, with edges of the graph in place of DTensors."""
+    return tuple(
+        _edge(tensor, number) if isinstance(tensor, DTensorBase) else tensor for number, tensor in enumerate(inputs)
+    )
+
+
+def _edge(tensor: Any, number: int) -> GradientEdge:
+    if not tensor.requires_grad:
+        raise RuntimeError(
+            f"input {number}, a distributed tensor of shape {tuple(tensor._global_shape)}, does not require grad"
+        )
     with _NoInterception():
-        gradients = torch.autograd.grad(starts, wanted, seeds, *args, **kwargs)
-    return tuple(_labelled(gradient, tensor) for gradient, tensor in zip(gradients, wanted, strict=True))
+        return get_gradient_edge(tensor)
 
 
 def _labelled(gradient: torch.Tensor | None, tensor: Any) -> Any:

@@ -32,6 +32,18 @@ def needs_grad(tensor: torch.Tensor) -> bool:
     return torch.is_grad_enabled() and tensor.requires_grad
 
 
+@contextmanager
+def counting_versions() -> Iterator[None]:
+    """Inside, new tensors count how often they are written to, which inference mode leaves out; no graph is recorded
+    there either.
+    """
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
 def default_dtype() -> torch.dtype:
     """The dtype of new floating tensors."""
     return torch.get_default_dtype()
@@ -192,6 +204,7 @@ _SERVICES = frozenset(
     {
         *("requires_grad_", "retain_grad", "register_post_accumulate_grad_hook", "data_ptr", "is_contiguous", "stride"),
         *("storage_offset", "element_size", "is_pinned", "is_shared", "share_memory_", "untyped_storage", "storage"),
+        *("is_complex", "is_floating_point"),
         *("is_inference", "_is_view", "is_set_to", "get_device", "is_same_size", "is_conj", "is_neg", "is_signed"),
         *("_backward_hooks", "_post_accumulate_grad_hooks", "retains_grad", "output_nr", "names", "has_names"),
         *("is_quantized", "is_nested", "is_mkldnn", "is_mps", "is_xla", "is_xpu", "is_vulkan", "is_ipu", "is_maia"),

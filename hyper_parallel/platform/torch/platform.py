@@ -25,6 +25,7 @@ from hyper_parallel.platform.torch import (
     modules,
     overlap,
     python_bodies,
+    random_state,
     state,
     symmetric_memory,
     tensors,
@@ -195,6 +196,8 @@ class TorchPlatform(Platform):
     set_rebuilder = staticmethod(dtensor_base.set_rebuilder)
     set_function_handler = staticmethod(function_calls.set_function_handler)
     apply_function = staticmethod(function_calls.apply_function)
+    carry_random_state = staticmethod(random_state.carry_random_state)
+    counting_versions = staticmethod(dtensor_support.counting_versions)
     body_of = staticmethod(python_bodies.body_of)
     call_on_blocks = staticmethod(dtensor_support.call_on_blocks)
     wrap_result = staticmethod(dtensor_support.wrap_result)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hyper_parallel.core.shard.rule_table import rule
-from hyper_parallel.core.shard.signature import OpCall, Signature, TensorSpec, broadcast_labels, letters
+from hyper_parallel.core.shard.signature import LocalCall, OpCall, Signature, TensorSpec, broadcast_labels, letters
 
 # Linear in all their tensor operands together: a pending sum passes when every operand is one.
 _JOINTLY_LINEAR = ("add", "sub", "rsub", "lerp")
@@ -67,7 +67,21 @@ def jointly_linear(call: OpCall) -> Signature:
     inputs, output = _labels(call)
     operands = [value for value in call.args[:2] if not isinstance(value, TensorSpec)]
     only_tensors = len(call.tensors) == 2 and not operands and call.name.rstrip("_") != "lerp"
+    if call.name.rstrip("_") in ("add", "sub") and len(call.args) == 2 and type(call.args[1]) in (int, float):
+        return Signature(
+            inputs,
+            (output,),
+            linear=(frozenset({0}),),
+            local=_without_number,
+            needs_local=lambda local: not local.counts_here(),
+        )
     return Signature(inputs, (output,), linear=(frozenset({0, 1}),) if only_tensors else ())
+
+
+def _without_number(call: LocalCall) -> Any:
+    """A number is added to one part of a pending sum only."""
+    target = call.args[0] if call.written is None else call.written
+    return call.func(target, type(call.args[1])(0), **call.kwargs)
 
 
 @rule(*_EACH_LINEAR, ignores_scalars=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from hyper_parallel.core.dtensor.distributed_tensor import DTensor
 from hyper_parallel.core.shard.rule_table import rule
 from hyper_parallel.core.shard.rules.cut_letters import arguments, call_with, is_cut, num_elements
 from hyper_parallel.core.shard.signature import (
@@ -18,7 +19,10 @@ from hyper_parallel.core.shard.signature import (
     broadcast_labels,
     letters,
 )
+from hyper_parallel.core.shard.special_ops import SPECIAL_OPS
+from hyper_parallel.platform import get_platform
 
+_platform = get_platform()
 _MEAN = (1, "mean")
 _REDUCTIONS = (0, 1, 2, "none", "mean", "sum")
 
@@ -144,3 +148,14 @@ def _share_of_mean(call: LocalCall, kept: Labels, shape: tuple[int, ...], names:
         return call_with(call, names, reduction="sum" if is_word else 2)
     result = _plain(call)
     return result if num_all == 0 else result * (num_here / num_all)
+
+
+def _gaussian_nll_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The function written in Python, which clamps a copy of the variance in place: that cannot be a pending sum."""
+    args = tuple(
+        value.reduce_partial() if isinstance(value, DTensor) and value.layout.has_partial else value for value in args
+    )
+    return _platform.body_of(func)(*args, **kwargs)
+
+
+SPECIAL_OPS["gaussian_nll_loss"] = _gaussian_nll_loss

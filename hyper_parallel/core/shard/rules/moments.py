@@ -14,7 +14,6 @@ from hyper_parallel.core.shard.rules.cut_letters import (
     is_cut,
     num_elements,
     shared_sum,
-    sum_over,
     varied,
 )
 from hyper_parallel.core.shard.rules.extremes import shared_extreme
@@ -118,6 +117,8 @@ def vector_norm(call: OpCall) -> Signature | None:
     is_named = isinstance(given["p"], str) and given["p"] != "fro"
     if is_named or (call.name == "linalg_norm" and several and given["p"] is not None):
         return None  # a norm of matrices
+    if isinstance(given["p"], (int, float)) and -math.inf < given["p"] < 0:
+        return None  # the gradient at zero is a special case that only the whole vector shows
     return reduction(call, dim, bool(given["keepdim"]), local=_vector_norm, only_if_cut=call.name != "norm")
 
 
@@ -141,9 +142,6 @@ def _joined_norm(block: Any, p: Any, dims: tuple[int, ...], keepdim: bool, group
     p = 2.0 if p is None or isinstance(p, str) else float(p)
     if math.isinf(p):
         return shared_extreme(block.abs(), dims, "max" if p > 0 else "min", group, keepdim, True)
-    if p < 0:
-        powers = block.abs() ** p
-        return sum_over(powers.sum(dim=dims, keepdim=keepdim), group) ** (1 / p)
     own = _platform.vector_norm(block, p, dims, keepdim)
     joined = _JoinNorms.apply(in_working_precision(own), p or 1.0, group)
     return joined.to(own.dtype)

@@ -34,7 +34,14 @@ def reduced_dims(ndim: int, dim: Any) -> tuple[int, ...]:
     if dim is None or (isinstance(dim, (tuple, list)) and not dim):
         return tuple(range(ndim))
     listed = dim if isinstance(dim, (tuple, list)) else (dim,)
-    return tuple(sorted({int(one) % ndim for one in listed})) if ndim else ()
+    return tuple(sorted({one for one in (checked_dim(ndim, int(item)) for item in listed) if one < ndim}))
+
+
+def checked_dim(ndim: int, dim: int) -> int:
+    """``dim`` counted from the front; of a tensor without dims 0 and -1 mean its one element."""
+    if not -max(ndim, 1) <= dim < max(ndim, 1):
+        raise IndexError(f"dim {dim} is out of range for a distributed tensor of {ndim} dims")
+    return dim % max(ndim, 1)
 
 
 def reduction(

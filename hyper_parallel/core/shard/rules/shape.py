@@ -6,13 +6,13 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.layout import Shape
 from hyper_parallel.core.shard.rule_table import rule
+from hyper_parallel.core.shard.rules.cut_letters import arguments
 from hyper_parallel.core.shard.rules.views import ALONE, view_labels
 from hyper_parallel.core.shard.signature import (
     Labels,
     LocalCall,
     OpCall,
     Signature,
-    TensorSpec,
     broadcast_labels,
     letters,
     without,
@@ -190,21 +190,21 @@ def stack(call: OpCall) -> Signature:
 
 @rule("hstack", "vstack", "dstack", "column_stack")
 def stack_along(call: OpCall) -> Signature:
+    """Tensors with too few dims first get dims of size 1, which no tensor may have cut."""
     ndim = len(call.outputs[0])
-    labels = letters(ndim)
-    joined_dim = {"hstack": min(1, ndim - 1), "vstack": 0, "dstack": 2, "column_stack": 1}[call.name]
-    joined = without(labels, [joined_dim])
-    inputs = tuple(_labels_when_raised(call.name, spec, joined) for spec in call.tensors)
-    return Signature(inputs, (joined,), linear=all_together(call))
+    joined = {"hstack": min(1, ndim - 1), "vstack": 0, "dstack": 2, "column_stack": 1}[call.name]
+    own_dims = [_own_dims(call.name, spec.ndim, ndim) for spec in call.tensors]
+    whole = [dim for dim in range(ndim) if dim == joined or any(dim not in own for own in own_dims)]
+    labels = without(letters(ndim), whole)
+    inputs = tuple(tuple(labels[dim] for dim in own) for own in own_dims)
+    return Signature(inputs, (labels,), linear=all_together(call))
 
 
-def _labels_when_raised(name: str, spec: TensorSpec, joined: Labels) -> Labels:
-    """The labels of a tensor to which dims of size 1 are added before it is joined."""
-    if spec.ndim == len(joined) or spec.ndim == 0:
-        return joined[: spec.ndim]
-    if name == "vstack" or (name == "dstack" and spec.ndim == 1):
-        return (joined[1],)
-    return joined[: spec.ndim]
+def _own_dims(name: str, ndim: int, joined_ndim: int) -> list[int]:
+    """Where the dims of a tensor are among those of the result."""
+    if ndim == 1 and name in ("vstack", "dstack") and joined_ndim > 1:
+        return [1]
+    return list(range(ndim))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -212,10 +212,10 @@ def _labels_when_raised(name: str, spec: TensorSpec, joined: Labels) -> Labels:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _along_dim(call: OpCall, dims: list[int], *, linear: bool = True) -> Signature:
+def _along_dim(call: OpCall, dims: list[int]) -> Signature:
     """One tensor in; ``dims`` are whole, in the input and in all outputs, which have the same dims."""
     labels = without(letters(call.tensors[0].ndim), dims)
-    return Signature((labels,), (labels,) * len(call.outputs), linear=ALONE if linear else ())
+    return Signature((labels,), (labels,) * len(call.outputs), linear=ALONE)
 
 
 @rule("split", "split_with_sizes", "split_with_sizes_copy", "split_copy", "chunk", "tensor_split")
@@ -308,7 +308,17 @@ def pad(call: OpCall) -> Signature:
     value = bound["value"]  # a floating-point number is not looked at: the plan serves all of them
     adds_zeros = value is None or (type(value) is int and value == 0)
     is_linear = bound["mode"] in ("reflect", "replicate", "circular") or (bound["mode"] == "constant" and adds_zeros)
-    return _along_dim(call, padded, linear=is_linear)
+    labels = without(letters(ndim), padded)
+    local = _pad_block if bound["mode"] != "constant" else None
+    return Signature((labels,), (labels,), linear=ALONE if is_linear else (), local=local)
+
+
+def _pad_block(call: LocalCall) -> Any:
+    """Most modes refuse a block without elements, of which nothing comes but such a block."""
+    bound = arguments(call, "input", "pad")
+    if 0 not in bound["input"].shape:
+        return call.func(*call.args, **call.kwargs)
+    return call.func(bound["input"], bound["pad"])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

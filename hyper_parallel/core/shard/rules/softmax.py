@@ -15,7 +15,7 @@ from hyper_parallel.core.shard.rules.cut_letters import (
     varied,
 )
 from hyper_parallel.core.shard.rules.extremes import extreme_of_block
-from hyper_parallel.core.shard.rules.reductions import reduced_dims, reduced_group, reduction
+from hyper_parallel.core.shard.rules.reductions import checked_dim, reduced_dims, reduced_group, reduction
 from hyper_parallel.core.shard.signature import LocalCall, OpCall, Signature, letters
 from hyper_parallel.platform import get_platform
 
@@ -80,7 +80,7 @@ def softmax(call: OpCall) -> Signature | None:
     if not isinstance(dim, int):
         return None
     labels = letters(spec.ndim)
-    along = (labels[dim % spec.ndim],) if spec.ndim else ()
+    along = labels[checked_dim(spec.ndim, dim) :][:1]
     return Signature((labels,), (labels,), local=_softmax, needs_local=lambda planned: is_cut(planned, along))
 
 

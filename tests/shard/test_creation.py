@@ -1,0 +1,110 @@
+"""New tensors like distributed ones, and conversions to other dtypes, under every layout."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import hyper_parallel as hp
+from hyper_parallel.core.shard.strict_mode import strict
+from tests.shard.validator import Sample, assert_valid, tensor
+from tests.world import run_on_ranks
+
+LIKE = [
+    Sample("zeros_like", (tensor(5, 3),)),
+    Sample("ones_like", (tensor(5, 3),), {"dtype": torch.int32}),
+    Sample("full_like", (tensor(5, 3), 2.5)),
+    Sample("Tensor.new_zeros", (tensor(5, 3), (5, 3))),
+    Sample("Tensor.new_zeros", (tensor(5, 3), 2, 4)),
+    Sample("Tensor.new_ones", (tensor(5, 3), 2)),
+    Sample("Tensor.new_full", (tensor(5, 3), (2, 2), 1.5)),
+    Sample("Tensor.new_full", (tensor(5, 3),), {"size": (5, 3), "fill_value": 1.5}),
+    Sample("Tensor.new_tensor", (tensor(5, 3), [1.0, 2.0])),
+]
+CONVERT = [
+    *(Sample(f"Tensor.{name}", (tensor(5, 3, low=0.2),)) for name in ("double", "float", "half", "bfloat16")),
+    *(Sample(f"Tensor.{name}", (tensor(5, 3, low=0.2),)) for name in ("int", "long", "short", "bool", "cpu")),
+    Sample("Tensor.to", (tensor(5, 3), torch.float32)),
+    Sample("Tensor.to", (tensor(5, 3), torch.int64)),
+    Sample("Tensor.to", (tensor(5, 3), "cpu", torch.float32)),
+    Sample("Tensor.to", (tensor(5, 3), tensor(2, dtype=torch.float32))),
+    Sample("Tensor.to", (tensor(5, 3),), {"dtype": torch.float64, "copy": True}),
+    Sample("Tensor.type", (tensor(5, 3), torch.float32)),
+    Sample("Tensor.type", (tensor(5, 3), "torch.DoubleTensor")),
+    Sample("Tensor.type_as", (tensor(5, 3), tensor(2, dtype=torch.int32))),
+    Sample("Tensor.clone", (tensor(2, 3, 4, 4),), {"memory_format": torch.channels_last}),
+    Sample("Tensor.contiguous", (tensor(2, 3, 4, 4),), {"memory_format": torch.channels_last}),
+    Sample("complex", (tensor(5, 3), tensor(5, 3, seed=1)), {}, False),
+    Sample("real", (torch.complex(tensor(5, 3), tensor(5, 3, seed=1)),), {}, False),
+    Sample("imag", (torch.complex(tensor(5, 3), tensor(5, 3, seed=1)),), {}, False),
+]
+
+
+@pytest.mark.parametrize("samples", [LIKE, CONVERT], ids=["like", "convert"])
+def test_same_as_one_device(worlds, samples: list[Sample]) -> None:
+    assert_valid(worlds, samples, most=12)
+
+
+@run_on_ranks(2)
+def test_layouts_of_new_tensors() -> None:
+    mesh = hp.init_device_mesh("cpu", (2,))
+    cut = hp.distribute_tensor(tensor(5, 3), mesh, [hp.Shard(0)])
+    pending = hp.DTensor.from_local(tensor(5, 3), mesh, [hp.Partial()])
+    with strict(implicit_redistribution=True), hp.CommRecorder() as recorder:
+        like_cut = [torch.zeros_like(cut), torch.empty_like(cut), cut.new_empty(5, 3), cut.new_full((5, 3), 1.0)]
+        whole = [torch.ones_like(pending), pending.new_ones(5, 3), cut.new_zeros(7), cut.new_tensor([1.0])]
+        with_gradient = [torch.ones_like(cut, requires_grad=True), cut.new_ones(2, requires_grad=True)]
+        still_pending = [pending.to(torch.float32), pending.half(), pending.clone(), pending.bfloat16()]
+    assert recorder.records == []
+    assert all(each.placements == (hp.Shard(0),) for each in like_cut)
+    assert all(each.placements == (hp.Replicate(),) for each in whole)
+    assert all(each.requires_grad and each.is_leaf for each in with_gradient)
+    assert all(each.placements == (hp.Partial(),) for each in still_pending)
+    assert torch.equal(whole[0].full_tensor(), torch.ones(5, 3, dtype=torch.float64))
+    assert pending.int().placements == (hp.Replicate(),)
+    assert torch.equal(pending.int().full_tensor(), (tensor(5, 3) * 2).int())
+    with pytest.raises(TypeError, match="new_tensor: the data is a distributed tensor already"):
+        cut.new_tensor(cut)
+
+
+def _questions(x: Any) -> dict[str, Any]:
+    one = x.sum()
+    return {
+        "len": len(x),
+        "rows": [row.tolist() for row in x],
+        "reversed": [row.tolist() for row in reversed(x)],
+        "in": 100.0 in x,
+        "bool": bool(one > 0),
+        "float": float(one),
+        "int": int(one),
+        "format": f"{one:.3f}",
+        "item": x[0, 0].item(),
+        "tolist": x.tolist(),
+        "numpy": x.detach().numpy().tolist(),
+        "type": x.type(),
+        "dim": x.dim(),
+        "ndim": x.ndim,
+        "size": (tuple(x.size()), x.size(-1), x.size(dim=0)),
+        "numel": x.numel(),
+        "nelement": x.nelement(),
+        "ndimension": x.ndimension(),
+        "index": [10, 20, 30, 40, 50][torch.ones_like(x).sum().long() // 15],
+        "copied": copy.deepcopy(x.detach()).tolist(),
+    }
+
+
+@run_on_ranks(2)
+def test_questions_are_answered_for_the_whole() -> None:
+    mesh = hp.init_device_mesh("cpu", (2,))
+    whole = tensor(5, 3)
+    expected = _questions(whole)
+    for placement in (hp.Shard(0), hp.Shard(1), hp.Replicate()):
+        x = hp.distribute_tensor(whole, mesh, [placement])
+        answers = _questions(x)
+        assert set(answers) == set(expected)
+        for question, answer in answers.items():
+            wanted = expected[question]
+            assert answer == (pytest.approx(wanted) if isinstance(wanted, float) else wanted), question
+    with pytest.raises(TypeError, match="0-d"):
+        iter(hp.distribute_tensor(tensor(), mesh, [hp.Replicate()]))
