@@ -8,7 +8,17 @@ import re
 import pytest
 import torch
 
-from hyper_parallel import CommRecorder, DTensor, Layout, Partial, Replicate, Shard, distribute_tensor, explain, get_platform
+from hyper_parallel import (
+    CommRecorder,
+    DTensor,
+    Layout,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    explain,
+    get_platform,
+)
 from hyper_parallel.core.dtensor.comm_recorder import CommRecord, asked_by, is_recording
 from hyper_parallel.core.dtensor.device_mesh import init_device_mesh
 from tests.core.layout_cases import every_layout
@@ -53,12 +63,16 @@ def test_every_collective_is_written_down():
         "asked_by": "explicit",
     }
     names = ",".join(map(str, pair))
-    assert str(recorder) == recorder.table() == (
-        "op                      ranks    shape  dtype    bytes sent  asked by\n"
-        f"all_gather_into_tensor  {names}      1x2x6  float32  48          explicit\n"
-        f"all_to_all_single       {names}      6      float32  24          explicit\n"
-        "all_reduce              0,1,2,3  4x6    float64  288         explicit\n"
-        "3 collectives, 360 bytes sent by this rank"
+    assert (
+        str(recorder)
+        == recorder.table()
+        == (
+            "op                      ranks    shape  dtype    bytes sent  asked by\n"
+            f"all_gather_into_tensor  {names}      1x2x6  float32  48          explicit\n"
+            f"all_to_all_single       {names}      6      float32  24          explicit\n"
+            "all_reduce              0,1,2,3  4x6    float64  288         explicit\n"
+            "3 collectives, 360 bytes sent by this rank"
+        )
     )
 
 
@@ -108,7 +122,9 @@ def test_recorders_nest_and_hear_plain_collectives_too():
 
 def explained(shape, before, after, mesh_shape=(2, 2), **options):
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("dp", "tp"), init_backend=False)
-    return explain(*(Layout.resolve(mesh, either, len(shape)) for either in (before, after)), shape, **options).splitlines()
+    return explain(
+        *(Layout.resolve(mesh, either, len(shape)) for either in (before, after)), shape, **options
+    ).splitlines()
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,9 @@ def test_cutting_communicates_nothing():
             assert type(made) is DTensor and made.is_leaf and not made.requires_grad
             if not made.layout.has_partial:
                 assert torch.equal(made.to_local(), block_of(whole, made.layout))
-            assert made.to_local().untyped_storage().data_ptr() != whole.untyped_storage().data_ptr() or not whole.numel()
+            assert (
+                made.to_local().untyped_storage().data_ptr() != whole.untyped_storage().data_ptr() or not whole.numel()
+            )
     assert recorder.records == []
 
 
@@ -79,18 +81,27 @@ def test_scattering_from_one_rank():
     whole = torch.arange(15.0).reshape(5, 3)
     mine = whole if rank == 2 else torch.full_like(whole, -1)
     for mesh in (make_mesh(2, 2), make_mesh(4), make_mesh(2, 2, rank_list=[3, 1, 0, 2])):
-        for placements in ([Shard(0)] * mesh.ndim, [Shard(1)] * mesh.ndim, [Replicate()] * mesh.ndim, [Partial()] * mesh.ndim):
+        for placements in (
+            [Shard(0)] * mesh.ndim,
+            [Shard(1)] * mesh.ndim,
+            [Replicate()] * mesh.ndim,
+            [Partial()] * mesh.ndim,
+        ):
             with CommRecorder() as recorder:
                 made = distribute_tensor(mine, mesh, placements, src_data_rank=2)
             assert torch.equal(made.full_tensor(), whole), placements
-            others = 4 * sum(torch.Size(made.layout.local_shape((5, 3), mesh.coordinate_of(r))).numel() for r in (0, 1, 3))
+            others = 4 * sum(
+                torch.Size(made.layout.local_shape((5, 3), mesh.coordinate_of(r))).numel() for r in (0, 1, 3)
+            )
             assert recorder.total_bytes == (others if rank == 2 else 0)  # its blocks and nothing else
     part = make_mesh(2, rank_list=[1, 2])
     made = distribute_tensor(mine, part, [Shard(0)], src_data_rank=2)
     assert made.local_shape == {1: (3, 3), 2: (2, 3)}.get(rank, (0, 0))
     with pytest.raises(ValueError, match="src_data_rank=0 is not a rank of DeviceMesh"):
         distribute_tensor(mine, part, [Shard(0)], src_data_rank=0)
-    with pytest.raises(ValueError, match=r"computed tensor of shape \(5, 3\) .* cannot be sent from rank 2.*detach\(\) it"):
+    with pytest.raises(
+        ValueError, match=r"computed tensor of shape \(5, 3\) .* cannot be sent from rank 2.*detach\(\) it"
+    ):
         distribute_tensor(mine.requires_grad_() * 2, make_mesh(4), [Shard(0)], src_data_rank=2)
 
 
@@ -126,7 +137,9 @@ FACTORIES = {
     "ones": (hp.ones, torch.ones),
     "zeros": (hp.zeros, torch.zeros),
     "full": (
-        lambda size, mesh, placements, **options: hp.full(size, 7.5, device_mesh=mesh, placements=placements, **options),
+        lambda size, mesh, placements, **options: hp.full(
+            size, 7.5, device_mesh=mesh, placements=placements, **options
+        ),
         lambda size, **options: torch.full(size, 7.5, **options),
     ),
 }
@@ -147,10 +160,17 @@ def test_constants(name):
         ]
     assert recorder.records == []
     for shape, placements, dtype, tensor in made:
-        assert tensor.shape == shape and tensor.placements == distribute_tensor(torch.empty(shape), mesh, placements).placements
+        assert (
+            tensor.shape == shape
+            and tensor.placements == distribute_tensor(torch.empty(shape), mesh, placements).placements
+        )
         assert tensor.requires_grad == (dtype is torch.float64) and tensor.is_leaf
         expected = plain(shape, dtype=dtype)
-        assert tensor.dtype is expected.dtype and torch.equal(tensor.full_tensor(), expected), (shape, placements, dtype)
+        assert tensor.dtype is expected.dtype and torch.equal(tensor.full_tensor(), expected), (
+            shape,
+            placements,
+            dtype,
+        )
 
 
 @run_on_ranks(2)
@@ -262,7 +282,9 @@ def test_hooks_of_two_arguments_are_deprecated():
     mesh = make_mesh()
     net, plain = nets()
     with pytest.warns(FutureWarning, match=r"input_fn with 2 arguments, \(values, mesh\), is deprecated; give it 3"):
-        distribute_module(net, mesh, input_fn=lambda inputs, its_mesh: distribute_tensor(inputs[0], its_mesh, [Shard(0)]))
+        distribute_module(
+            net, mesh, input_fn=lambda inputs, its_mesh: distribute_tensor(inputs[0], its_mesh, [Shard(0)])
+        )
     data = torch.ones(3, 4, dtype=torch.float64)
     assert torch.allclose(net(data).full_tensor(), plain(data))
     net, plain = nets()

@@ -274,7 +274,9 @@ def test_loss_backward_for_every_kind_of_loss():
 def test_backward_of_a_tensor_that_is_no_scalar():
     mesh = make_mesh()
     leaf = distribute_tensor(numbers(5, 3), mesh, [Shard(0)]).requires_grad_()
-    with pytest.raises(RuntimeError, match=r"only for scalar outputs, not for one of shape \(5, 3\); pass the gradient"):
+    with pytest.raises(
+        RuntimeError, match=r"only for scalar outputs, not for one of shape \(5, 3\); pass the gradient"
+    ):
         (leaf * 2).backward()
     with pytest.raises(TypeError, match=r"the gradient of .* must be a distributed tensor, got Tensor; use"):
         (leaf * 2).backward(torch.ones(5, 3))

@@ -205,7 +205,8 @@ def test_recompute_in_any_order():
     manual_seed(1)
     leaves = [hp.ones((5, 4), mesh, [Shard(0)], requires_grad=True) for _ in range(3)]
     results = [
-        torch_checkpoint.checkpoint(lambda t: functional.dropout(t * t, 0.5), leaf, use_reentrant=False) for leaf in leaves
+        torch_checkpoint.checkpoint(lambda t: functional.dropout(t * t, 0.5), leaf, use_reentrant=False)
+        for leaf in leaves
     ]
     for leaf, result in zip(leaves, results, strict=True):
         result.full_tensor().sum().backward()
@@ -255,7 +256,9 @@ def test_two_live_draws_of_one_state_are_an_error(stub):
     stub.fingerprint = 0
     assert draws(record, 1) == [2]
     stub.fingerprint, stub.in_backward = 0, True
-    with pytest.raises(RuntimeError, match="same state before two draws .the later one is draw 2 of seed 5.*manual_seed"):
+    with pytest.raises(
+        RuntimeError, match="same state before two draws .the later one is draw 2 of seed 5.*manual_seed"
+    ):
         record.next_draw()
     stub.fingerprint = 1
     assert draws(record, 1) == [1]  # the other one is clear

@@ -28,7 +28,9 @@ def test_equal_blocks_need_no_shape():
     rank, mesh = rank_and_mesh()
     made = DTensor.from_local(torch.full((2, 3), float(rank)), mesh, [Shard(0)])
     assert made.shape == (2 * mesh.size(), 3)
-    assert torch.equal(made.full_tensor(), torch.arange(mesh.size()).repeat_interleave(2)[:, None].expand(-1, 3).float())
+    assert torch.equal(
+        made.full_tensor(), torch.arange(mesh.size()).repeat_interleave(2)[:, None].expand(-1, 3).float()
+    )
     assert DTensor(torch.zeros(2, 3), mesh, ("None", "dp")).shape == (2, 3 * mesh.size())
     assert DTensor.from_local(torch.zeros(2, 3), mesh).layout.is_replicated
 
@@ -146,7 +148,8 @@ def test_a_different_number_of_dims():
     made = DTensor.from_local(block, mesh, [Shard(0)])
     assert "rank 0: (2, 3), rank 1: (2,)" in raised_by_all(made.full_tensor, SIZES_DIFFER)
     raised_by_all(
-        lambda: DTensor.from_local(block, mesh, [Shard(0)], run_check=True), r"differ in dims or dtype \(rank 0: \(2, 3\)"
+        lambda: DTensor.from_local(block, mesh, [Shard(0)], run_check=True),
+        r"differ in dims or dtype \(rank 0: \(2, 3\)",
     )
 
 
@@ -256,9 +259,13 @@ def test_grad_placements_of_every_edge():
     for value, asked in itertools.product(placements, placements):
         leaf = torch.ones(2 if value == Shard(0) else 8, requires_grad=True)
         if (asked == Shard(0)) != (value == Shard(0)):  # The gradient would have another shape than the block.
-            with pytest.raises(ValueError, match=r"from_local: grad_placements .* the gradient of a block has the block's"):
+            with pytest.raises(
+                ValueError, match=r"from_local: grad_placements .* the gradient of a block has the block's"
+            ):
                 DTensor.from_local(leaf, mesh, [value], grad_placements=[asked])
-            with pytest.raises(ValueError, match=r"to_local: grad_placements .* the gradient of a block has the block's"):
+            with pytest.raises(
+                ValueError, match=r"to_local: grad_placements .* the gradient of a block has the block's"
+            ):
                 DTensor.from_local(leaf, mesh, [value]).to_local(grad_placements=[asked])
             continue
         made = DTensor.from_local(leaf, mesh, [value], grad_placements=[asked])

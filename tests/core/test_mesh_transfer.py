@@ -9,7 +9,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hyper_parallel import CommRecorder, DeviceMesh, DTensor, Layout, Partial, Replicate, Shard, distribute_tensor, explain
+from hyper_parallel import (
+    CommRecorder,
+    DeviceMesh,
+    DTensor,
+    Layout,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    explain,
+)
 from hyper_parallel.core.dtensor.device_mesh import init_device_mesh
 from tests.core.layout_cases import SHAPES, Summands, block_of, layout_specs
 from tests.world import run_on_ranks
@@ -151,7 +161,8 @@ def test_training_across_two_meshes_gives_the_gradients_of_one_process():
     ((data @ plain[0]).tanh() @ plain[1]).square().sum().backward()
 
     parameters = [
-        distribute_tensor(weight, mesh, [Shard(1)]).requires_grad_() for weight, mesh in zip(weights, stages, strict=True)
+        distribute_tensor(weight, mesh, [Shard(1)]).requires_grad_()
+        for weight, mesh in zip(weights, stages, strict=True)
     ]
     hidden = torch.zeros(5, 0, dtype=torch.float64, requires_grad=True)
     if rank < 2:

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hyper_parallel import CommRecorder, DeviceMesh, DTensor, Layout, Partial, Replicate, Shard, distribute_tensor
+from hyper_parallel import CommRecorder, DTensor, Layout, Partial, Replicate, Shard, distribute_tensor
 from hyper_parallel.core.dtensor.device_mesh import init_device_mesh
 from tests.core.layout_cases import Summands, block_of, every_layout, moves, reduce_stacked
 from tests.world import run_on_ranks
@@ -88,7 +88,20 @@ def test_every_pair_of_layouts_of_a_matrix(worlds):
 # ---------------------------------------------------------------- dtypes
 
 DTYPES = [
-    *("bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64", "float16", "bfloat16", "float32"),
+    *(
+        "bool",
+        "uint8",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "uint16",
+        "uint32",
+        "uint64",
+        "float16",
+        "bfloat16",
+        "float32",
+    ),
     *("float64", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2"),
 ]
 
@@ -110,7 +123,9 @@ def test_every_dtype_keeps_its_bits():
     for name in DTYPES:
         dtype = getattr(torch, name)
         values = torch.arange(-7, 8).reshape(5, 3)
-        whole = values % 2 == 0 if dtype is torch.bool else values.abs().to(dtype) if "uint" in name else values.to(dtype)
+        whole = (
+            values % 2 == 0 if dtype is torch.bool else values.abs().to(dtype) if "uint" in name else values.to(dtype)
+        )
         for before, after in ways:
             moved = distribute_tensor(whole, mesh, before).redistribute(mesh, after)
             assert moved.dtype is dtype

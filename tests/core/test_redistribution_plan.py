@@ -57,8 +57,10 @@ def kinds_and_axes(steps):
 )
 def test_the_steps_that_one_would_write_by_hand(before, after, steps):
     found = plan((2, 4), before, after).steps
-    assert sorted(kinds_and_axes(found)) == sorted(steps) if steps and steps[0][0] == "slice" else (
-        kinds_and_axes(found) == steps
+    assert (
+        sorted(kinds_and_axes(found)) == sorted(steps)
+        if steps and steps[0][0] == "slice"
+        else (kinds_and_axes(found) == steps)
     )
 
 

@@ -74,7 +74,7 @@ class Redistribute(_platform.Function):  # type: ignore[misc, name-defined]
             gradient = gradient * factor
         edge = (target.gradient(), source.gradient(), shape)
         gradient = because("backward of redistribute", redistribute_with_grad, gradient, *edge)
-        return _vary_where_pending(gradient, source), None, None, None, None
+        return vary_where_pending(gradient, source), None, None, None, None
 
 
 class Spread(_platform.Function):  # type: ignore[misc, name-defined]
@@ -107,7 +107,7 @@ def _average_factor(layout: Layout) -> int:
     return factor
 
 
-def _vary_where_pending(gradient: Any, source: Layout) -> Any:
+def vary_where_pending(gradient: Any, source: Layout) -> Any:
     """See Note [Gradients of gradients]."""
     if not source.has_partial or not _platform.needs_grad(gradient) or source.mesh.get_coordinate() is None:
         return gradient

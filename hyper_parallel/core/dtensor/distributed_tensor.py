@@ -169,8 +169,10 @@ class DTensor(_platform.DTensorBase):  # type: ignore[misc, name-defined]
         block = redistribute_with_grad(tensor, self._layout, target, shape, in_flight)
         if not in_flight:
             moved = _platform.as_dtensor(DTensor, block, target, self._global_shape)
-            if _platform.needs_grad(tensor) and mesh == self.device_mesh and not (
-                self._layout.has_partial or target.has_partial
+            if (
+                _platform.needs_grad(tensor)
+                and mesh == self.device_mesh
+                and not (self._layout.has_partial or target.has_partial)
             ):
                 moved._gathered_from = (tensor, moved._version)  # for the operators; see core/shard/vary.py
             return moved

@@ -336,7 +336,9 @@ def _in_order(mesh: DeviceMesh, dim: int, axes: list[tuple[int | None, int]]) ->
         return tuple(axis for _, axis in axes)
     if len(given) < len(axes) or len(set(given)) < len(given):
         listed = ", ".join(f"{mesh.axis_label(axis)}: {Shard(dim, order)}" for order, axis in axes)
-        raise ValueError(f"several axes of {mesh} cut dim {dim} ({listed}): give each its own order, or none of them one")
+        raise ValueError(
+            f"several axes of {mesh} cut dim {dim} ({listed}): give each its own order, or none of them one"
+        )
     return tuple(axis for _, axis in sorted((order, axis) for order, axis in axes if order is not None))
 
 

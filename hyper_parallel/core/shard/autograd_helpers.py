@@ -93,7 +93,7 @@ def _on_distributed(function: type) -> type:
 
     def backward(ctx: Any, *gradients: Any) -> Any:
         labelled = [
-            gradient if label is None or gradient is None else _label(_platform.alias(gradient), _by_law(label))
+            gradient if label is None or gradient is None else _gradient(gradient, label)
             for gradient, label in zip(gradients, ctx.labels_of_outputs, strict=True)
         ]
         results = _as_tuple(own_backward(_Context(ctx), *labelled))
@@ -106,8 +106,10 @@ def _on_distributed(function: type) -> type:
     return type(original.__name__, (original,), members)
 
 
-def _by_law(label: Label) -> Label:
-    return label[0].gradient(), label[1]
+def _gradient(block: Any, label: Label) -> Any:
+    """The gradient of a value with that label as a DTensor."""
+    layout, shape = label
+    return _label(_platform.counted_once(_platform.local_alias(block), layout), (layout.gradient(), shape))
 
 
 def _returned(name: str, result: Any, label: Label | None) -> Any:

@@ -17,6 +17,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hyper_parallel.platform.torch.dtensor_base import DTensorBase, _NoInterception, as_dtensor, detached, local_alias
+from hyper_parallel.platform.torch.local_calls import silenced
 
 # Reductions whose gradient is the same for every summand, so that a pending one can be the start of a backward pass.
 _SUMS = frozenset({None, "sum"})
@@ -93,7 +94,22 @@ def _labelled(gradient: torch.Tensor | None, tensor: Any) -> Any:
     if gradient is None or not isinstance(tensor, DTensorBase):
         return gradient
     # One tensor may be the gradient of several inputs: each gets an alias of its own.
-    return as_dtensor(type(tensor), local_alias(gradient), tensor._layout.gradient(), tensor._global_shape)
+    plain = counted_once(local_alias(gradient), tensor._layout)
+    return as_dtensor(type(tensor), plain, tensor._layout.gradient(), tensor._global_shape)
+
+
+def counted_once(gradient: torch.Tensor, layout: Any) -> torch.Tensor:
+    """The gradient of a value under ``layout`` as the block of a whole value, for gradients of gradients.
+
+    The gradient of a pending sum comes out of an edge that sums its own gradient over the ranks, since what it meets
+    there is the backward of an operator that varies. Used as a whole value it is the same on every rank, and must be
+    counted by one: the others keep it in their graph with a gradient of zeros.
+    """
+    coordinate = layout.mesh.get_coordinate()
+    if not gradient.requires_grad or not layout.has_partial or coordinate is None:
+        return gradient
+    is_first = all(place == 0 for place, op in zip(coordinate, layout.partials, strict=True) if op is not None)
+    return gradient if is_first else gradient.detach() + silenced(gradient)
 
 
 def _starts(tensors: Any, gradients: Any, name: str) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

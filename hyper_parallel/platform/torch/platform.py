@@ -15,6 +15,7 @@ from hyper_parallel.platform.torch import (
     devices,
     differentiable,
     dtensor_base,
+    dtensor_gradients,
     dtensor_support,
     function_calls,
     grad_norm,
@@ -196,6 +197,7 @@ class TorchPlatform(Platform):
     set_rebuilder = staticmethod(dtensor_base.set_rebuilder)
     set_function_handler = staticmethod(function_calls.set_function_handler)
     apply_function = staticmethod(function_calls.apply_function)
+    counted_once = staticmethod(dtensor_gradients.counted_once)
     carry_random_state = staticmethod(random_state.carry_random_state)
     counting_versions = staticmethod(dtensor_support.counting_versions)
     body_of = staticmethod(python_bodies.body_of)
