@@ -16,7 +16,7 @@ FLOAT_REDUCTIONS = ("sum", "avg", "max", "min", "prod")
 
 @st.composite
 def layout_specs(draw, mesh_ndim, tensor_ndim, reductions=FLOAT_REDUCTIONS):
-    """(cuts, partials) as ``Layout.of`` takes them: any axis cuts any dim, in any order, or has any reduction pending."""
+    """(cuts, partials) for ``Layout.of``: any axis cuts any dim, in any order, or has any reduction pending."""
     cuts = [[] for _ in range(tensor_ndim)]
     partials = [None] * mesh_ndim
     for axis in draw(st.permutations(range(mesh_ndim))):

@@ -119,9 +119,9 @@ def test_mistakes_with_tensors():
     mesh, other = make_mesh(), init_device_mesh("cpu", (1, 2))
     made = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
     assert distribute_tensor(made, mesh, [Shard(0)]) is made
-    with pytest.raises(ValueError, match="lies under Layout.* already; use redistribute"):
+    with pytest.raises(ValueError, match=r"lies under Layout.* already; use redistribute"):
         distribute_tensor(made, mesh, [Replicate()])
-    with pytest.raises(ValueError, match="lies on DeviceMesh.* already; use redistribute to move it to DeviceMesh"):
+    with pytest.raises(ValueError, match=r"lies on DeviceMesh.* already; use redistribute to move it to DeviceMesh"):
         distribute_tensor(made, other, [Shard(0), Replicate()])
     with pytest.raises(TypeError, match="distribute_tensor takes a tensor, got list"):
         distribute_tensor([1.0], mesh, [Shard(0)])
@@ -299,7 +299,7 @@ def test_mistakes_with_modules():
     net, _ = nets()
     with pytest.raises(ValueError, match=r"input_fn must take 3 arguments, \(module, values, mesh\), but takes 1"):
         distribute_module(net, mesh, input_fn=lambda inputs: inputs)
-    with pytest.raises(ValueError, match="output_fn must take 3 arguments.* but takes 4"):
+    with pytest.raises(ValueError, match=r"output_fn must take 3 arguments.* but takes 4"):
         distribute_module(net, mesh, output_fn=lambda a, b, c, d: None)
     assert not any(isinstance(p, DTensor) for p in net.parameters())  # nothing was changed by the failed calls
     with pytest.raises(ValueError, match="distribute_module needs a mesh"):

@@ -75,7 +75,7 @@ def test_it_answers_as_the_whole_tensor(placements, shape):
     if shape:
         assert len(made) == shape[0]
     else:
-        with pytest.raises(TypeError, match="len.. of a 0-d tensor"):
+        with pytest.raises(TypeError, match=r"len.. of a 0-d tensor"):
             len(made)
 
 

@@ -149,7 +149,7 @@ def test_dropout_passes_gradients_where_it_passes_values():
     assert functional.dropout(leaf, 0.5, training=False) is leaf
     pending = distribute_tensor(torch.ones(9, 5), mesh, [Partial()])
     assert set(functional.dropout(pending, 0.5).full_tensor().unique().tolist()) == {0.0, 2.0}
-    with pytest.raises(ValueError, match="cannot be addressed by global index; seed with hyper_parallel.manual_seed"):
+    with pytest.raises(ValueError, match=r"cannot be addressed by global index; seed with hyper_parallel.manual_seed"):
         hp.empty((2,), mesh, [Shard(0)]).normal_(generator=torch.Generator())
 
 
@@ -257,7 +257,7 @@ def test_two_live_draws_of_one_state_are_an_error(stub):
     assert draws(record, 1) == [2]
     stub.fingerprint, stub.in_backward = 0, True
     with pytest.raises(
-        RuntimeError, match="same state before two draws .the later one is draw 2 of seed 5.*manual_seed"
+        RuntimeError, match=r"same state before two draws .the later one is draw 2 of seed 5.*manual_seed"
     ):
         record.next_draw()
     stub.fingerprint = 1

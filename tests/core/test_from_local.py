@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import pytest
@@ -162,12 +163,11 @@ def test_a_rank_whose_block_cannot_be_cut_leaves_nobody_waiting(spelling):
     for run_check in (False, True):
         if rank == 1:
             message = r"from_local: the block of shape \(2,\) on rank 1: .*(the tensor has 1 dims|a tensor of 1 dims)"
-            raised_by_all(lambda: DTensor.from_local(block, mesh, placements, run_check=run_check), message)
+            raised_by_all(functools.partial(DTensor.from_local, block, mesh, placements, run_check=run_check), message)
         else:
             message = r"rank 0: \(2, 3\), rank 1: \(2,\)"
-            raised_by_all(
-                lambda: DTensor.from_local(block, mesh, placements, run_check=run_check).full_tensor(), message
-            )
+            make = functools.partial(DTensor.from_local, block, mesh, placements, run_check=run_check)
+            raised_by_all(lambda make=make: make().full_tensor(), message)
 
 
 @run_on_ranks(4)

@@ -161,7 +161,7 @@ def test_a_layout_of_another_rank_s_view_is_its_own():
 
 def test_a_layout_cannot_be_changed():
     layout = Layout.of(describe((2,)), ((0,),))
-    with pytest.raises(AttributeError, match="a Layout cannot be changed .setting 'mesh'.; make a new one"):
+    with pytest.raises(AttributeError, match=r"a Layout cannot be changed .setting 'mesh'.; make a new one"):
         layout.mesh = None
 
 
@@ -243,7 +243,7 @@ def test_mistakes_are_explained(make, error, message):
 def test_a_rank_outside_holds_nothing():
     mesh = describe((2,), rank_list=[1, 2], rank=0)
     assert compute_local_shape_and_global_offset((5, 3), mesh, [Shard(0)]) == ((0, 0), (0, 0))
-    with pytest.raises(RuntimeError, match="rank 0 is not part of DeviceMesh.*so it holds no part of Layout"):
+    with pytest.raises(RuntimeError, match=r"rank 0 is not part of DeviceMesh.*so it holds no part of Layout"):
         Layout.of(mesh, ((0,), ())).local_shape((5, 3))
 
 

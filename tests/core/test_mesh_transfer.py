@@ -144,7 +144,9 @@ def test_a_rank_of_neither_mesh_may_not_ask():
     first, second = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [1, 2])
     start = distribute_tensor(torch.arange(4.0), first, [Shard(0)])
     if torch.distributed.get_rank() == 3:
-        with pytest.raises(RuntimeError, match="rank 3 is part of neither DeviceMesh.* nor DeviceMesh.* holds nothing"):
+        with pytest.raises(
+            RuntimeError, match=r"rank 3 is part of neither DeviceMesh.* nor DeviceMesh.* holds nothing"
+        ):
             start.redistribute(second, [Shard(0)])
     else:
         start.redistribute(second, [Shard(0)])

@@ -173,9 +173,9 @@ def test_pending_reductions_of_every_dtype(dtype, ops):
 @run_on_ranks(2)
 def test_reductions_that_a_dtype_has_not_are_errors():
     mesh = init_device_mesh("cpu", (2,))
-    with pytest.raises(ValueError, match="all reduces bools, not torch.float32"):
+    with pytest.raises(ValueError, match=r"all reduces bools, not torch.float32"):
         DTensor.from_local(torch.ones(2), mesh, [Partial("all")]).full_tensor()
-    with pytest.raises(ValueError, match="the average of torch.int64 is not a torch.int64"):
+    with pytest.raises(ValueError, match=r"the average of torch.int64 is not a torch.int64"):
         DTensor.from_local(torch.ones(2, dtype=torch.int64), mesh, [Partial("avg")]).full_tensor()
 
 

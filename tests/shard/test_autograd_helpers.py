@@ -1,5 +1,7 @@
 """Gradients asked for in other ways than ``loss.backward()``, functions of users, recomputation."""
 
+import random
+
 import pytest
 import torch
 from torch import nn
@@ -112,8 +114,6 @@ def _second_order(x, weight, bias):
 
 @run_on_ranks(4)
 def test_gradients_of_gradients_under_many_layouts() -> None:
-    import random
-
     mesh = _mesh(2)
     expected = _second_order(*(value.clone().requires_grad_() for value in VALUES))
     pick = random.Random(4)
@@ -125,6 +125,29 @@ def test_gradients_of_gradients_under_many_layouts() -> None:
         ]
         for mine, want in zip(_second_order(*ours), expected, strict=True):
             torch.testing.assert_close(mine.full_tensor(), want, msg=lambda text, at=layouts: f"{at}: {text}")
+
+
+@run_on_ranks(2)
+def test_gradients_of_gradients_through_redistributions() -> None:
+    mesh = _mesh()
+    value = tensor(4, 3)
+    layouts = layouts_of(mesh, value, True)
+
+    def second_order(x, function):
+        (first,) = torch.autograd.grad(function(x).sum(), x, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), x)[0]
+
+    expected = second_order(value.clone().requires_grad_(), lambda x: x.pow(3) * x)
+    for start in layouts:
+        for middle in layouts:
+            for end in layouts:
+                found = second_order(
+                    hp.distribute_tensor(value.clone().requires_grad_(), mesh, start),
+                    lambda x, middle=middle, end=end: (
+                        x.redistribute(mesh, middle).redistribute(mesh, end).pow(3) * x.redistribute(mesh, end)
+                    ),
+                )
+                torch.testing.assert_close(found.full_tensor(), expected)
 
 
 @run_on_ranks(2)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import hyper_parallel as hp
-from hyper_parallel.core.shard.rules.indexing import _part_of_range
+from hyper_parallel.core.shard.rules.index_writing import _part_of_range
 from hyper_parallel.core.shard.strict_mode import strict
 from tests.shard.validator import Sample, assert_valid, tensor
 from tests.world import run_on_ranks
@@ -103,6 +103,8 @@ ALONG_DIM = [
     Sample("gather", (tensor(5, 3), 0, ints([0, 4, 2], [1, 1, 3]))),
     Sample("gather", (tensor(2, 5), 1, ints([0, 4, 2], [1, 1, 3]))),
     Sample("gather", (tensor(5, 3), 1, ints([0, 2], [1, 1]))),
+    Sample("gather", (tensor(5), 0, torch.zeros(2, 0, dtype=torch.int64))),
+    Sample("gather", (tensor(), 0, ints(0))),
     Sample("take_along_dim", (tensor(5, 3), ints([0, 2, 1], [1, 4, 3]), 0)),
     Sample("take_along_dim", (tensor(5, 3), ints([0, 2, 1, 1]), 1)),
     Sample("take_along_dim", (tensor(5, 3), ints(3, 7))),
@@ -117,6 +119,7 @@ EMBEDDING = [
     Sample("nn.functional.embedding", (ints(0, 4, 2, 1, 4), tensor(5, 4), 4)),
     Sample("nn.functional.embedding", (ints(0, 3), tensor(5, 4)), {"padding_idx": -2}),
     Sample("nn.functional.embedding", (ints(0, 0, 4), tensor(5, 4)), {"scale_grad_by_freq": True}),
+    Sample("nn.functional.embedding", (ints(0, 0, 4), tensor(5, 4)), {"max_norm": 1.0}, False),
     Sample("embedding", (tensor(1, 4), ints(0, 0))),
     Sample("nn.functional.embedding_bag", (ints([0, 4], [1, 1]), tensor(5, 4))),
 ]

@@ -54,6 +54,7 @@ GROUP = [
     Sample("nn.functional.group_norm", (tensor(2, 6, 3), 2, *affine(6))),
     Sample("nn.functional.group_norm", (tensor(3, 5, 2, 3), 1, *affine(5))),
     Sample("nn.functional.group_norm", (tensor(3, 4), 2)),
+    Sample("native_group_norm", (tensor(3, 4, 2), *affine(4), 3, 4, 2, 2, 1e-5)),
     Sample("nn.functional.group_norm", (tensor(2, 3, 4), 3)),
     Sample(instance_norm, (tensor(3, 2, 5), *statistics(2), tensor(2, seed=1))),
     Sample(instance_norm, (tensor(3, 2, 4), *statistics(2)), {"use_input_stats": False}),

@@ -61,6 +61,9 @@ SUMS = [
     Sample("all", (FLAGS[:1],)),
     Sample("any", (COUNTS.to(torch.uint8), 1)),
     Sample("all", (COUNTS, (0, 1))),
+    Sample("Tensor.sum_to_size", (tensor(2, 5, 3), (5, 1))),
+    Sample("trace", (tensor(5, 3),)),
+    Sample("trace", (tensor(2, 7),)),
     Sample("median", (tensor(5, 3), 0)),
     Sample("median", (tensor(5, 3),)),
     Sample("nanmedian", (WITH_NAN, 1, True)),
@@ -118,7 +121,7 @@ MOMENTS = [
     *(
         Sample("linalg.vector_norm", (values, p, dim))
         for values in (tensor(5, 3), TIES)
-        for p in (1, 2, INF, -INF, 0, 3, 0.5, 1.5)
+        for p in (1, 2, INF, -INF, 0, 3, 0.5, 1.5, -1, -2.5)
         for dim in (None, 0)
     ),
     Sample("linalg.vector_norm", (tensor(5, 3, low=0.5), -1, 0)),
@@ -132,6 +135,10 @@ MOMENTS = [
     Sample("linalg.norm", (tensor(5, 3),)),
     Sample("linalg.norm", (tensor(5, 3), 3, 0)),
     Sample("linalg.norm", (tensor(5, 3), 1)),
+    Sample("linalg.norm", (tensor(2, 4, 3), "nuc", (-2, -1))),
+    Sample("linalg.matrix_norm", (tensor(2, 4, 3), 1, (0, 2), True)),
+    Sample("norm", (tensor(4, 3), "nuc")),
+    Sample("renorm", (tensor(5, 3, 2), 2, 0, 1.0)),
     Sample("nn.functional.normalize", (tensor(5, 3),)),
     Sample("dist", (tensor(5, 3), tensor(5, 3, seed=1))),
     Sample("dist", (tensor(5, 3), tensor(3, seed=1)), {"p": INF}),
@@ -142,7 +149,7 @@ FAMILIES = {"sums": SUMS, "extremes": EXTREMES, "moments": MOMENTS}
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_same_as_one_device(worlds, family: str) -> None:
-    assert_valid(worlds, FAMILIES[family], most=16)
+    assert_valid(worlds, FAMILIES[family], most=10)
 
 
 COUNTED = {

@@ -33,6 +33,7 @@ SAMPLES = [
     Sample("softmax", (tensor(0, 3), 0)),
     Sample("softmax", (torch.tensor(3.0).double(), 0)),
     Sample("special.softmax", (tensor(5, 3), 0)),
+    Sample("ops.aten._safe_softmax.default", (ROWS, 1)),
     Sample("nn.functional.softmin", (tensor(5, 3),), {"dim": 0}),
     Sample("nn.functional.softmax", (tensor(5, 3),)),
     Sample("log_softmax", (tensor(5, 3), 0)),

@@ -59,7 +59,7 @@ class Redistribute(_platform.Function):  # type: ignore[misc, name-defined]
     def forward(
         ctx: Any, tensor: Any, source: Layout, target: Layout, shape: Shape, in_flight: list[Any] | None = None
     ) -> Any:
-        """With ``in_flight`` the move is only launched: the handle goes there, and the result is memory to be filled."""
+        """With ``in_flight`` the move is only launched: its handle goes there, the result is memory to be filled."""
         ctx.edge = (source, target, shape)
         if in_flight is None:
             return move(_platform.detached(tensor), source, target, shape)
@@ -69,16 +69,17 @@ class Redistribute(_platform.Function):  # type: ignore[misc, name-defined]
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
         source, target, shape = ctx.edge
+        gradient = _entering_edge(gradient, source, target)
         factor = _average_factor(target) / _average_factor(source)
         if factor != 1:
             gradient = gradient * factor
         edge = (target.gradient(), source.gradient(), shape)
         gradient = because("backward of redistribute", redistribute_with_grad, gradient, *edge)
-        return vary_where_pending(gradient, source), None, None, None, None
+        return leaving_edge(gradient, source, target), None, None, None, None
 
 
 class Spread(_platform.Function):  # type: ignore[misc, name-defined]
-    """forward: a whole value becomes a pending max, min or prod on an axis; backward: the summands' gradients, summed."""
+    """forward: whole to a pending max, min or prod on an axis; backward: the summands' gradients, summed."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Any, source: Layout, target: Layout, axis: int, shape: Shape) -> Any:
@@ -107,12 +108,24 @@ def _average_factor(layout: Layout) -> int:
     return factor
 
 
-def vary_where_pending(gradient: Any, source: Layout) -> Any:
-    """See Note [Gradients of gradients]."""
+def _sums(layout: Layout) -> list[int]:
+    return [axis for axis, op in enumerate(layout.partials) if op in ("sum", "avg")]
+
+
+def _entering_edge(gradient: Any, source: Layout, target: Layout) -> Any:
+    """The gradient of what an edge made a pending sum; see Note [Gradients of gradients]."""
+    if not target.has_partial or not _platform.needs_grad(gradient) or source.mesh != target.mesh:
+        return gradient
+    pending = _sums(source)
+    return _platform.counted_once(gradient, target.mesh, [axis for axis in _sums(target) if axis not in pending])
+
+
+def leaving_edge(gradient: Any, source: Layout, target: Layout) -> Any:
+    """The gradient of a sum that was pending before an edge and not behind it; see Note [Gradients of gradients]."""
     if not source.has_partial or not _platform.needs_grad(gradient) or source.mesh.get_coordinate() is None:
         return gradient
-    sizes = source.mesh.shape
-    axes = tuple(axis for axis, op in enumerate(source.partials) if op in ("sum", "avg") and sizes[axis] > 1)
+    pending = _sums(target) if source.mesh == target.mesh else []
+    axes = tuple(axis for axis in _sums(source) if axis not in pending and source.mesh.shape[axis] > 1)
     return _platform.vary(gradient, source.mesh.get_group(axes)) if axes else gradient
 
 

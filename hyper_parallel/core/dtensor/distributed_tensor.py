@@ -197,8 +197,8 @@ class DTensor(_platform.DTensorBase):  # type: ignore[misc, name-defined]
     def detach(self) -> Any:
         """The same memory without gradient history; the layout stays.
 
-        A method and not an operator: hooks of saved tensors (checkpointing) call it inside of operators, where nothing is
-        intercepted, and compare the shapes of what they get with those of the DTensors that they were given.
+        A method and not an operator: hooks of saved tensors (checkpointing) call it inside of operators, where nothing
+        is intercepted, and compare the shapes of what they get with those of the DTensors that they were given.
         """
         tensor = self._settled()
         plain = _platform.detached(tensor)
@@ -207,7 +207,7 @@ class DTensor(_platform.DTensorBase):  # type: ignore[misc, name-defined]
         return _platform.as_dtensor(DTensor, plain, tensor._layout, tensor._global_shape)
 
     def to(self, *args: Any, **kwargs: Any) -> DTensor:
-        """Another dtype or device; the layout stays, except that a pending reduction is done before a cast to integers."""
+        """Another dtype or device; the layout stays, but a reduction that the cast would change is done before."""
         return _platform.convert(self._settled(), *args, **kwargs)
 
     def float(self, *args: Any, **kwargs: Any) -> DTensor:
@@ -285,7 +285,8 @@ def _gradient_layout(where: str, layout: Layout, placements: Any, shape: tuple[i
     if wanted.cuts != layout.cuts:
         raise ValueError(
             f"{where}: grad_placements {list(wanted.placements)} cut otherwise than the value, which has "
-            f"{list(layout.placements)}: the gradient of a block has the block's shape, so only whole and pending differ"
+            f"{list(layout.placements)}: the gradient of a block has the block's shape, so only whole and pending "
+            "may differ"
         )
     return wanted
 

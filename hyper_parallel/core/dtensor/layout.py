@@ -111,7 +111,7 @@ class Layout:
 
     @classmethod
     def from_aliases(cls, mesh: DeviceMesh, aliases: Sequence[Any], partials: Sequence[str | None] = ()) -> Layout:
-        """The layout with one alias per tensor dim: an axis name, a tuple of names in the order of cutting, or "None"."""
+        """The layout with one alias per tensor dim: an axis name, several in the order of cutting, or "None"."""
         cuts = []
         for alias in aliases:
             names = alias if isinstance(alias, (tuple, list)) else (alias,)
@@ -212,7 +212,7 @@ class Layout:
 
     @property
     def tensor_map(self) -> tuple[Any, ...]:
-        """As :attr:`alias_tensor_map` with axes counted from the right of the mesh shape, -1 for a dim that is not cut."""
+        """As :attr:`alias_tensor_map` with axes counted from the right of the mesh shape, -1 for "None"."""
         last = self.mesh.ndim - 1
         return tuple(
             -1 if not axes else last - axes[0] if len(axes) == 1 else tuple(last - axis for axis in axes)
@@ -247,7 +247,7 @@ class Layout:
     # ---------------------------------------------------------------- who holds what
 
     def local_region(self, shape: Sequence[int], coordinate: Sequence[int] | None = None) -> tuple[Shape, Shape]:
-        """Shape and global offset of the part at ``coordinate`` (this rank's own when None) of a tensor of ``shape``."""
+        """Shape and global offset of the block at ``coordinate`` (this rank's when None) of a tensor of ``shape``."""
         if coordinate is None:
             coordinate = self.mesh.get_coordinate()
             if coordinate is None:

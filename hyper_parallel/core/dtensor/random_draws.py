@@ -2,9 +2,9 @@
 
 Note [Recompute repeats its draws]
 Recompute calls the same functions once more, in backward, and their random tensors must come out as before. The
-framework puts its own generator back for that, whoever recomputes: our wrapper or the framework's own. So each draw takes
-one number from that generator as a fingerprint. Outside of backward the draw is the next one, and the fingerprint is
-written down with it; in backward a fingerprint that is known gives its draw again. The generator moves on with each
+framework puts its own generator back for that, whoever recomputes: our wrapper or the framework's own. So each draw
+takes one number from that generator as a fingerprint. Outside of backward the draw is the next one, and the fingerprint
+is written down with it; in backward a fingerprint that is known gives its draw again. The generator moves on with each
 fingerprint, so every draw has its own.
 
 Outside of backward nothing is looked up. A program that seeds the framework's generator again, or on one rank only,
@@ -68,9 +68,9 @@ class DrawRecord:
         if known.is_ambiguous:
             raise RuntimeError(
                 "recompute of a random DTensor: the framework's generator was set to the same state before two draws "
-                f"(the later one is draw {known.draw.number} of seed {known.draw.seed}), so it is not known which one is "
-                "to be repeated. Do not seed the framework's generator between a forward and its backward, or seed with "
-                "hyper_parallel.manual_seed, which random DTensors follow"
+                f"(the later one is draw {known.draw.number} of seed {known.draw.seed}), so it is not known which one "
+                "is to be repeated. Do not seed the framework's generator between a forward and its backward, or seed "
+                "with hyper_parallel.manual_seed, which random DTensors follow"
             )
         self._has_repeated = True
         return known.draw

@@ -1,4 +1,4 @@
-"""Random blocks of distributed tensors: each rank makes its own part of the one random tensor; see ``docs/random.md``."""
+"""Random blocks of distributed tensors: each rank makes its part of the one random tensor; see ``docs/random.md``."""
 
 from __future__ import annotations
 

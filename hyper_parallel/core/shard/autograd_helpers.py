@@ -109,7 +109,9 @@ def _on_distributed(function: type) -> type:
 def _gradient(block: Any, label: Label) -> Any:
     """The gradient of a value with that label as a DTensor."""
     layout, shape = label
-    return _label(_platform.counted_once(_platform.local_alias(block), layout), (layout.gradient(), shape))
+    pending = [axis for axis, op in enumerate(layout.partials) if op is not None]
+    whole = _platform.counted_once(_platform.local_alias(block), layout.mesh, pending)
+    return _label(whole, (layout.gradient(), shape))
 
 
 def _returned(name: str, result: Any, label: Label | None) -> Any:

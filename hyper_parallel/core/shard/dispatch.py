@@ -71,7 +71,13 @@ def intercept(kind: type, func: Callable[..., Any], types: Any, args: Any = (), 
         handler = _handlers[func] = _find_handler(func)
     if handler is not None:
         return handler(func, args, kwargs)
-    planned = _find_plan(func, args, kwargs)
+    try:
+        planned = _find_plan(func, args, kwargs)
+    except PendingWriteError:
+        if not _finish_own_sum(func, args):
+            raise
+        planned = _find_plan(func, args, kwargs)
+        short = None
     if planned is None:
         return _without_rule(func, args, kwargs)
     if short is not None and planned.is_direct and func not in _dtypes_put_in:
@@ -104,6 +110,24 @@ def _find_plan(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
         return planned
     except TypeError:  # an argument that cannot be hashed
         return plan_call(func, args, kwargs)
+
+
+def _finish_own_sum(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    """Do the pending sum of the tensor that ``func`` is about to write into, where nobody else can see it.
+
+    ``x.mean(0).clamp_(min=eps)`` is common: the tensor was made a moment ago. Not when a graph knows its values, or
+    another tensor shares its memory and would still be labelled as pending.
+    """
+    tensor = args[0] if args else None
+    if not isinstance(tensor, DTensor) or not _platform.get_op_name(func).endswith("_"):
+        return False
+    if tensor.requires_grad or not _platform.owns_memory(tensor):
+        return False
+    reduced = tensor.reduce_partial()
+    with _platform.no_grad():
+        _platform.fill_block(tensor, _platform.detached(reduced))
+    tensor._layout = reduced._layout
+    return True
 
 
 def _remember(table: dict[Any, Any], key: Any, value: Any) -> None:

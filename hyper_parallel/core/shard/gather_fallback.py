@@ -21,7 +21,7 @@ def run_gathered(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
 
     Sparse results stay plain: they are whole on every rank.
     """
-    gathered: dict[int, tuple[DTensor, Any, int]] = {}
+    gathered: dict[int, tuple[DTensor, Any, int, Any]] = {}
     mesh: DeviceMesh | None = None
     name = _platform.get_op_name(func)
 
@@ -32,7 +32,7 @@ def run_gathered(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
             if id(value) not in gathered:
                 full = value.full_tensor()
                 full = full.clone() if value.layout.is_replicated else full
-                gathered[id(value)] = (value, full, full._version)
+                gathered[id(value)] = (value, full, full._version, full.grad_fn)
             return gathered[id(value)][1]
         refuse_plain(name, value)
         return value
@@ -51,13 +51,17 @@ def run_gathered(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
         else:
             result = func(*plain_args, **plain_kwargs)
     written = {}
-    for tensor, full, version in gathered.values():
+    for tensor, full, version, history in gathered.values():
         if tuple(full.shape) != tuple(tensor.shape):  # an out= that was resized
             tensor.data = DTensor.from_local(full.detach(), mesh)
             written[id(full)] = tensor
         elif full._version != version:
             cut = DTensor.from_local(full, tensor.device_mesh).redistribute(tensor.device_mesh, tensor.layout)
-            _platform.fill_block(tensor, cut.to_local())
+            if full.grad_fn is history:  # written without being recorded, as an embedding renormalises its table
+                with _platform.no_grad():
+                    _platform.fill_block(tensor, cut.to_local())
+            else:
+                _platform.fill_block(tensor, cut.to_local())
             written[id(full)] = tensor
 
     def distributed(value: Any) -> Any:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hyper_parallel.core.dtensor.autograd_edges import move, redistribute_with_grad, vary_where_pending
+from hyper_parallel.core.dtensor.autograd_edges import leaving_edge, move, redistribute_with_grad
 from hyper_parallel.core.dtensor.comm_recorder import because
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout, Shape
@@ -37,7 +37,7 @@ class _Enter(_platform.Function):  # type: ignore[misc, name-defined]
         ctx: Any, tensor: Any, values: Any, source: Layout, target: Layout, arriving: Layout, shape: Shape
     ) -> Any:
         ctx.edge = (arriving, source.gradient(), shape)
-        ctx.source = source
+        ctx.layouts = (source, target)
         if values is not None:
             return _platform.detached(values)
         return move(_platform.detached(tensor), source, target, shape)
@@ -45,7 +45,7 @@ class _Enter(_platform.Function):  # type: ignore[misc, name-defined]
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
         reduced = because("backward: summed where the operator varies", redistribute_with_grad, gradient, *ctx.edge)
-        return vary_where_pending(reduced, ctx.source), None, None, None, None, None
+        return leaving_edge(reduced, *ctx.layouts), None, None, None, None, None
 
 
 def enter(tensor: DTensor, target: Layout, axes: tuple[int, ...]) -> Any:

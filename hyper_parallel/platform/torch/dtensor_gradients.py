@@ -94,22 +94,22 @@ def _labelled(gradient: torch.Tensor | None, tensor: Any) -> Any:
     if gradient is None or not isinstance(tensor, DTensorBase):
         return gradient
     # One tensor may be the gradient of several inputs: each gets an alias of its own.
-    plain = counted_once(local_alias(gradient), tensor._layout)
+    pending = [axis for axis, op in enumerate(tensor._layout.partials) if op is not None]
+    plain = counted_once(local_alias(gradient), tensor._layout.mesh, pending)
     return as_dtensor(type(tensor), plain, tensor._layout.gradient(), tensor._global_shape)
 
 
-def counted_once(gradient: torch.Tensor, layout: Any) -> torch.Tensor:
-    """The gradient of a value under ``layout`` as the block of a whole value, for gradients of gradients.
+def counted_once(gradient: torch.Tensor, mesh: Any, axes: Sequence[int]) -> torch.Tensor:
+    """The gradient of a value that is a pending sum over ``axes``, to be used as a whole value there.
 
-    The gradient of a pending sum comes out of an edge that sums its own gradient over the ranks, since what it meets
-    there is the backward of an operator that varies. Used as a whole value it is the same on every rank, and must be
-    counted by one: the others keep it in their graph with a gradient of zeros.
+    It comes out of an edge that sums its own gradient over the ranks, since what it meets there is the backward of an
+    operator that varies. Used as a whole value it is the same on every rank, and must be counted by one: the others
+    keep it in their graph with a gradient of zeros.
     """
-    coordinate = layout.mesh.get_coordinate()
-    if not gradient.requires_grad or not layout.has_partial or coordinate is None:
+    coordinate = mesh.get_coordinate()
+    if not axes or not gradient.requires_grad or coordinate is None or not any(coordinate[axis] for axis in axes):
         return gradient
-    is_first = all(place == 0 for place, op in zip(coordinate, layout.partials, strict=True) if op is not None)
-    return gradient if is_first else gradient.detach() + silenced(gradient)
+    return gradient.detach() + silenced(gradient)
 
 
 def _starts(tensors: Any, gradients: Any, name: str) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

@@ -32,6 +32,14 @@ def needs_grad(tensor: torch.Tensor) -> bool:
     return torch.is_grad_enabled() and tensor.requires_grad
 
 
+def owns_memory(tensor: torch.Tensor) -> bool:
+    """Whether no other tensor shares the memory of ``tensor``."""
+    with _NoInterception():
+        storage = torch.Tensor.untyped_storage(tensor)
+    # One use by the tensor, one by the Python object that was just made. There is no public way to ask.
+    return torch._C._storage_Use_Count(storage._cdata) <= 2
+
+
 @contextmanager
 def counting_versions() -> Iterator[None]:
     """Inside, new tensors count how often they are written to, which inference mode leaves out; no graph is recorded

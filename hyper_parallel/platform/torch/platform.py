@@ -200,6 +200,7 @@ class TorchPlatform(Platform):
     counted_once = staticmethod(dtensor_gradients.counted_once)
     carry_random_state = staticmethod(random_state.carry_random_state)
     counting_versions = staticmethod(dtensor_support.counting_versions)
+    owns_memory = staticmethod(dtensor_support.owns_memory)
     body_of = staticmethod(python_bodies.body_of)
     call_on_blocks = staticmethod(dtensor_support.call_on_blocks)
     wrap_result = staticmethod(dtensor_support.wrap_result)

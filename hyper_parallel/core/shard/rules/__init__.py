@@ -12,6 +12,7 @@ def load() -> None:
         einsum,
         elementwise,
         extremes,
+        index_writing,
         indexing,
         linalg,
         losses,

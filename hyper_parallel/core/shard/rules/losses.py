@@ -92,13 +92,7 @@ def loss_of_rows(call: OpCall) -> Signature | None:
     if reduction is None:
         return None
     if call.name.startswith("multi"):
-        num_dims = given["input"].ndim
-        rows: Labels = ("a",) * (num_dims - 1)
-        inputs = {id(given["input"]): (*rows, None), id(given["target"]): rows, id(given["weight"]): (None,)}
-        if call.name == "multilabel_margin_loss":
-            inputs[id(given["target"])] = (*rows, None)
-        shape = given["input"].shape[:-1]
-        return _with_mean(tuple(inputs[id(spec)] for spec in call.tensors), rows, reduction, shape, names)
+        return _loss_of_classes(call, given, reduction, names)
     wide = [given[name] for name in names[:3] if isinstance(given[name], TensorSpec)]
     if call.name == "cosine_embedding_loss":
         wide = wide[:2]
@@ -119,6 +113,24 @@ def loss_of_rows(call: OpCall) -> Signature | None:
             return None
         return _with_mean(tuple(cut), labels, reduction, shape, names)
     return _with_mean(tuple(cut), labels[:-1], reduction, shape[:-1], names)
+
+
+def _loss_of_classes(call: OpCall, given: dict[str, Any], reduction: Any, names: tuple[str, ...]) -> Signature | None:
+    """Rows of scores for classes, which stay whole, with one target or several per row."""
+    scores = given["input"]
+    if not isinstance(scores, TensorSpec) or scores.ndim == 0:
+        return None
+    rows = letters(scores.ndim - 1)
+    of_target = (*rows, None) if call.name == "multilabel_margin_loss" else rows
+    by_tensor: dict[int, Labels] = {
+        id(given["weight"]): (None,),
+        id(given["target"]): of_target,
+        id(scores): (*rows, None),
+    }
+    inputs = tuple(by_tensor[id(spec)] for spec in call.tensors)
+    if any(len(labels) != spec.ndim for labels, spec in zip(inputs, call.tensors, strict=True)):
+        return None
+    return _with_mean(inputs, rows, reduction, scores.shape[:-1], names)
 
 
 def _with_mean(

@@ -18,7 +18,7 @@ from hyper_parallel.core.shard.rules.cut_letters import (
 )
 from hyper_parallel.core.shard.rules.extremes import shared_extreme
 from hyper_parallel.core.shard.rules.reductions import labels_of, reduced_dims, reduced_group, reduction
-from hyper_parallel.core.shard.signature import LocalCall, OpCall, Signature, broadcast_labels, letters
+from hyper_parallel.core.shard.signature import LocalCall, OpCall, Signature, broadcast_labels, letters, without
 from hyper_parallel.platform import get_platform
 
 _platform = get_platform()
@@ -104,7 +104,8 @@ class _JoinNorms(_platform.Function):  # type: ignore[misc, name-defined]
         gradient, total = varied(gradient, group), varied(total, group)
         if p == 1:
             return gradient, None, None
-        is_zero = own == 0
+        # A zero has no gradient; where it makes the norm zero, for a negative p, nothing has.
+        is_zero = (own == 0) | (total == 0)
         share = (own.masked_fill(is_zero, 1) / total.masked_fill(total == 0, 1)) ** (p - 1)
         return gradient * share.masked_fill(is_zero, 0), None, None
 
@@ -116,10 +117,33 @@ def vector_norm(call: OpCall) -> Signature | None:
     several = spec.ndim > 1 if dim is None else isinstance(dim, (tuple, list)) and len(dim) > 1
     is_named = isinstance(given["p"], str) and given["p"] != "fro"
     if is_named or (call.name == "linalg_norm" and several and given["p"] is not None):
-        return None  # a norm of matrices
-    if isinstance(given["p"], (int, float)) and -math.inf < given["p"] < 0:
-        return None  # the gradient at zero is a special case that only the whole vector shows
+        return _of_matrices(call, dim, bool(given["keepdim"]))
     return reduction(call, dim, bool(given["keepdim"]), local=_vector_norm, only_if_cut=call.name != "norm")
+
+
+@rule("linalg_matrix_norm")
+def matrix_norm(call: OpCall) -> Signature | None:
+    given = arguments(call, "A", "ord", "dim", "keepdim", dim=(-2, -1), keepdim=False)
+    return _of_matrices(call, given["dim"], bool(given["keepdim"]))
+
+
+def _of_matrices(call: OpCall, dim: Any, keepdim: bool) -> Signature | None:
+    """Norms that are not sums over elements need whole matrices; there may be many."""
+    dim = (-2, -1) if dim is None else dim
+    return reduction(call, dim, keepdim, local=_on_blocks, only_if_cut=False, is_whole=True)
+
+
+def _on_blocks(call: LocalCall) -> Any:
+    """On plain blocks, for the function that is written in Python reads shapes."""
+    return call.func(*call.args, **call.kwargs)
+
+
+@rule("renorm")
+def renorm(call: OpCall) -> Signature:
+    given = arguments(call, "input", "p", "dim", "maxnorm")
+    spec = call.tensors[0]
+    labels = without(letters(spec.ndim), [one for one in range(spec.ndim) if one != given["dim"] % spec.ndim])
+    return Signature((labels,), (labels,))
 
 
 def _norm_arguments(call: OpCall | LocalCall) -> dict[str, Any]:
@@ -142,7 +166,10 @@ def _joined_norm(block: Any, p: Any, dims: tuple[int, ...], keepdim: bool, group
     p = 2.0 if p is None or isinstance(p, str) else float(p)
     if math.isinf(p):
         return shared_extreme(block.abs(), dims, "max" if p > 0 else "min", group, keepdim, True)
-    own = _platform.vector_norm(block, p, dims, keepdim)
+    if p < 0 and any(block.shape[dim] == 0 for dim in dims):
+        own = block.abs().sum(dim=dims, keepdim=keepdim) + math.inf
+    else:
+        own = _platform.vector_norm(block, p, dims, keepdim)
     joined = _JoinNorms.apply(in_working_precision(own), p or 1.0, group)
     return joined.to(own.dtype)
 

@@ -14,6 +14,7 @@ from hyper_parallel.core.shard.rules.cut_letters import (
     all_reduced,
     arguments,
     block_region,
+    call_with,
     group_of,
     in_working_precision,
     is_cut,
@@ -187,12 +188,26 @@ def _group_norm(call: LocalCall) -> Any:
     return _affine(result, given["weight"], given["bias"], (sizes[1], *ones), block.dtype)
 
 
+@rule("native_group_norm")
+def native_group_norm(call: OpCall) -> Signature:
+    """The statistics are results too, a row for each sample; samples may be cut."""
+    ndim = call.tensors[0].ndim
+    labels = ("a", *(None,) * (ndim - 1))
+    inputs = (labels, *((None,),) * (len(call.tensors) - 1))
+    return Signature(inputs, (labels, *(("a", None),) * (len(call.outputs) - 1)), local=_native_group_norm)
+
+
+def _native_group_norm(call: LocalCall) -> Any:
+    names = ("input", "weight", "bias", "N")
+    return call_with(call, names, N=arguments(call, *names)["input"].shape[0])
+
+
 # ---------------------------------------------------------------- over the batch, or each instance by itself
 
 
 @rule("batch_norm", "instance_norm")
 def batch_norm(call: OpCall) -> Signature | None:
-    if len(call.args) != len(_BATCH_ARGUMENTS):
+    if len(call.args) != len(_BATCH_ARGUMENTS) or call.tensors[0].ndim < 2:
         return None  # the function written in Python, with another order of arguments: it calls this one
     given = arguments(call, *_BATCH_ARGUMENTS)
     labels = letters(call.tensors[0].ndim)
@@ -210,11 +225,16 @@ def batch_norm(call: OpCall) -> Signature | None:
     return Signature(inputs, (labels,), local=local, needs_local=needs_local, updates=updates)
 
 
-@rule("native_batch_norm")
-def native_batch_norm(call: OpCall) -> Signature:
+@rule("native_batch_norm", "_native_batch_norm_legit")
+def native_batch_norm(call: OpCall) -> Signature | None:
     """The statistics are results too: only channels may be cut, and into no empty parts, which the function refuses."""
-    given = arguments(call, *_BATCH_ARGUMENTS)
+    names = _BATCH_ARGUMENTS
+    if call.name == "_native_batch_norm_legit" and len(call.args) == 6:  # the form without running statistics
+        names = ("input", "weight", "bias", "training", "momentum", "eps")
+    given = arguments(call, *names, running_mean=None, running_var=None)
     ndim = call.tensors[0].ndim
+    if "training" not in given or ndim < 2:
+        return None
     labels: Labels = (None, "c", *(None,) * (ndim - 2))
     running = [given["running_mean"], given["running_var"]] if given["training"] else []
     updates = tuple(place for place, spec in enumerate(call.tensors) if any(spec is one for one in running))

@@ -10,6 +10,7 @@ from hyper_parallel.core.shard.rule_table import rule
 from hyper_parallel.core.shard.rules.cut_letters import (
     all_reduced,
     arguments,
+    block_region,
     group_of,
     is_cut,
     num_elements,
@@ -53,11 +54,12 @@ def reduction(
     local: Callable[[LocalCall], Any] | None = None,
     only_if_cut: bool = True,
     linear: bool = False,
+    is_whole: bool = False,
 ) -> Signature | None:
     """The signature of an operator that reduces ``dim`` of its first tensor; None when the results have other shapes.
 
-    With ``pending`` cut dims leave a pending sum; else ``local`` reduces them itself, and without ``local`` they must
-    be whole. With ``only_if_cut`` the plain call does where none of them is cut.
+    With ``pending`` cut dims leave a pending sum; else ``local`` reduces them itself, and without ``local``, or with
+    ``is_whole``, they must be whole. With ``only_if_cut`` the plain call does where none of them is cut.
     """
     shape = call.tensors[0].shape
     dims = reduced_dims(len(shape), dim)
@@ -67,7 +69,7 @@ def reduction(
     expected = tuple(1 if one in dims else size for one, size in enumerate(shape) if keepdim or one not in dims)
     if any(tuple(result) != expected for result in call.outputs) or len(call.tensors) != 1:
         return None
-    is_whole = local is None and not pending
+    is_whole = is_whole or (local is None and not pending)
     given: Labels = tuple(None if one in dims and is_whole else label for one, label in enumerate(labels))
     return Signature(
         (given,),
@@ -147,8 +149,6 @@ def _prod(call: LocalCall) -> Any:
 @rule("any", "all")
 def any_all(call: OpCall) -> Signature | None:
     given = arguments(call, "input", "dim", "keepdim", dim=None, keepdim=False)
-    if isinstance(given["dim"], (tuple, list)) and not given["dim"]:
-        return None
     op = "max" if call.name == "any" else "min"
     return reduction(call, given["dim"], bool(given["keepdim"]), local=lambda local: _any_all(local, op))
 
@@ -157,6 +157,34 @@ def _any_all(call: LocalCall, op: str) -> Any:
     given = arguments(call, "input", "dim", dim=None)
     dims = reduced_dims(len(call.input_shapes[0]), given["dim"])
     return all_reduced(call.func(*call.args, **call.kwargs), op, reduced_group(call, dims))
+
+
+@rule("sum_to_size")
+def sum_to_size(call: OpCall) -> Signature:
+    """The dims that the result lacks or has with size 1 are summed."""
+    shape, wanted = call.tensors[0].shape, call.outputs[0]
+    labels = letters(len(shape))
+    missing = len(shape) - len(wanted)
+    output = tuple(labels[missing + dim] if shape[missing + dim] == size else None for dim, size in enumerate(wanted))
+    summed = {label: "sum" for label in labels if label not in output}
+    return Signature((labels,), (output,), reduces=summed, linear=_ALONE, local=_sum_to_size)
+
+
+def _sum_to_size(call: LocalCall) -> Any:
+    return call.args[0].sum_to_size(call.local_output_shape())
+
+
+@rule("trace")
+def trace(call: OpCall) -> Signature:
+    labels = letters(2)
+    return Signature((labels,), ((),), reduces=dict.fromkeys(labels, "sum"), linear=_ALONE, local=_trace)
+
+
+def _trace(call: LocalCall) -> Any:
+    """The part of the global diagonal that runs through this block."""
+    block = call.args[0] if call.args else call.kwargs["input"]
+    rows, columns = block_region(call, labels_of(call), call.input_shapes[0])[1]
+    return block.diagonal(rows - columns).sum()
 
 
 @rule("median", "nanmedian")
@@ -213,8 +241,10 @@ def pairwise_distance(call: OpCall) -> Signature | None:
 def _along_dim(call: OpCall, dim: int, keepdim: bool) -> Signature | None:
     """Two broadcast tensors, reduced together along a dim that stays whole."""
     ndim = max((spec.ndim for spec in call.tensors), default=0)
-    if len(call.tensors) != 2 or ndim == 0:
+    if len(call.tensors) != 2:
         return None
+    if ndim == 0:
+        return Signature(((), ()), ((),) * len(call.outputs))
     shape = tuple(
         max(
             (

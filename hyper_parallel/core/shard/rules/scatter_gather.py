@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hyper_parallel.core.shard.rule_table import rule
-from hyper_parallel.core.shard.rules.indexing import can_be_pending, rows_here, with_spare_row
+from hyper_parallel.core.shard.rules.index_entries import can_be_pending, rows_here, with_spare_row
 from hyper_parallel.core.shard.rules.views import ALONE
 from hyper_parallel.core.shard.signature import Labels, LocalCall, OpCall, Signature, TensorSpec, letters, without
 from hyper_parallel.platform import get_platform
@@ -25,6 +25,12 @@ def _bound(call: OpCall | LocalCall, *names: str) -> dict[str, Any]:
     found = dict(zip(names, call.args, strict=False))
     found.update(call.kwargs)
     return found
+
+
+def _all_whole(call: OpCall) -> Signature:
+    """A tensor without dims takes part, which has nothing to cut."""
+    inputs = tuple((None,) * spec.ndim for spec in call.tensors)
+    return Signature(inputs, tuple((None,) * len(shape) for shape in call.outputs))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -53,10 +59,10 @@ def _read_rows(call: LocalCall, dim: int, block: Any, index: Any, read: Callable
 def index_select(call: OpCall) -> Signature | None:
     bound = _bound(call, "input", "dim", "index")
     spec, index = bound["input"], bound["index"]
-    if not isinstance(spec, TensorSpec) or not isinstance(index, TensorSpec) or spec.ndim == 0:
+    if not isinstance(spec, TensorSpec) or not isinstance(index, TensorSpec) or call.tensors[0] is not spec:
         return None
-    if call.tensors[0] is not spec:
-        return None
+    if spec.ndim == 0:
+        return _all_whole(call)
     dim = bound["dim"] % spec.ndim
     names = letters(spec.ndim)
     reduces = _reads_rows(spec, dim)
@@ -81,8 +87,10 @@ def gather(call: OpCall) -> Signature | None:
     spec, index = bound["input"], bound["index"]
     if not isinstance(spec, TensorSpec) or not isinstance(index, TensorSpec) or bound.get("sparse_grad"):
         return None
-    if spec.ndim == 0 or index.ndim == 0 or call.tensors[0] is not spec:
+    if call.tensors[0] is not spec or (index.ndim != spec.ndim and spec.ndim and index.ndim):
         return None
+    if spec.ndim == 0 or index.ndim == 0:
+        return _all_whole(call)
     dim = bound["dim"] % spec.ndim
     return _gather(call, spec, index, dim, ("input", "dim", "index"))
 
@@ -139,12 +147,15 @@ def take(call: OpCall) -> Signature | None:
 
 @rule("embedding", by_dtype=True)
 def embedding(call: OpCall) -> Signature | None:
-    """Functions of the framework differ in which comes first, the positions or the table."""
+    """Functions of the framework differ in which comes first, the positions or the table.
+
+    The gradient of the table is dense, also when a sparse one is asked for.
+    """
     first, second = call.tensors[:2]
     table_first = _platform.dtype_name(first.dtype).startswith(("float", "bfloat", "complex"))
     names = _EMBEDDING if not table_first else _EMBEDDING_OPERATOR
     bound = _bound(call, *names)
-    if bound.get("max_norm") is not None or bound.get("scale_grad_by_freq") or bound.get("sparse"):
+    if bound.get("max_norm") is not None or bound.get("scale_grad_by_freq"):
         return None
     table, index = (first, second) if table_first else (second, first)
     positions = tuple(f"i{label}" for label in letters(index.ndim))
@@ -157,7 +168,7 @@ def embedding(call: OpCall) -> Signature | None:
         return _embed(here, names, place)
 
     linear = (frozenset({place}),)
-    needed = local if table.layout.cuts[0] else None
+    needed = local if table.layout.cuts[0] or bound.get("sparse") else None
     return Signature(inputs, ((*positions, "h"),), reduces, linear=linear, local=needed)
 
 
@@ -169,8 +180,6 @@ def _embed(call: LocalCall, names: tuple[str, ...], place: int) -> Any:
     bound = _bound(call, *names)
     table, index = bound["weight"], bound["input" if "input" in bound else "indices"]
     layout, shape = call.inputs[place], call.input_shapes[place]
-    if not layout.cuts[0]:
-        return call.func(*call.args, **call.kwargs)
     offset = layout.local_offset(shape)[0]
     here, elsewhere = rows_here(table, 0, index, shape[0], offset)
     table = with_spare_row(table, 0) if table.shape[0] == 0 else table
@@ -203,8 +212,10 @@ _JOINTLY_LINEAR = frozenset({"scatter", "scatter_add", "index_add", "index_copy"
 def scatter(call: OpCall) -> Signature | None:
     bound = _bound(call, *_SCATTER)
     spec, index = bound["input"], bound["index"]
-    if not isinstance(spec, TensorSpec) or not isinstance(index, TensorSpec) or spec.ndim == 0 or index.ndim == 0:
+    if not isinstance(spec, TensorSpec) or not isinstance(index, TensorSpec):
         return None
+    if spec.ndim == 0 or index.ndim == 0:
+        return None if call.name.endswith("_") and spec.ndim else _all_whole(call)
     source = bound.get("src", bound.get("value"))
     others = [other for other in (index, source) if isinstance(other, TensorSpec) and other.ndim]
     dim = bound["dim"] % spec.ndim
@@ -225,8 +236,10 @@ def scatter(call: OpCall) -> Signature | None:
 def index_write(call: OpCall) -> Signature | None:
     bound = _bound(call, *_INDEX)
     spec, index = bound["input"], bound["index"]
-    if not isinstance(spec, TensorSpec) or not isinstance(index, TensorSpec) or spec.ndim == 0:
+    if not isinstance(spec, TensorSpec) or not isinstance(index, TensorSpec):
         return None
+    if spec.ndim == 0:
+        return _all_whole(call)
     source = bound.get("source", bound.get("value"))
     dim = bound["dim"] % spec.ndim
     names = letters(spec.ndim)

@@ -256,6 +256,12 @@ def narrow(call: OpCall) -> Signature | None:
     return Signature((labels,), (labels,), linear=ALONE, rewrite=whole)
 
 
+@rule("slice")
+def slice_dim(call: OpCall) -> Signature:
+    (dim,) = dim_list(call.bind("input", "dim", dim=0)["dim"], call.tensors[0].ndim)
+    return _along_dim(call, [dim])
+
+
 @rule("unfold", "unfold_copy")
 def unfold(call: OpCall) -> Signature | None:
     """Sliding windows along a dim. The operator of the same name that makes columns of images has no dim more."""

@@ -16,7 +16,7 @@ from hyper_parallel.core.shard.rules.cut_letters import (
 )
 from hyper_parallel.core.shard.rules.extremes import extreme_of_block
 from hyper_parallel.core.shard.rules.reductions import checked_dim, reduced_dims, reduced_group, reduction
-from hyper_parallel.core.shard.signature import LocalCall, OpCall, Signature, letters
+from hyper_parallel.core.shard.signature import LocalCall, OpCall, Signature, letters, without
 from hyper_parallel.platform import get_platform
 
 _platform = get_platform()
@@ -82,6 +82,15 @@ def softmax(call: OpCall) -> Signature | None:
     labels = letters(spec.ndim)
     along = labels[checked_dim(spec.ndim, dim) :][:1]
     return Signature((labels,), (labels,), local=_softmax, needs_local=lambda planned: is_cut(planned, along))
+
+
+@rule("_safe_softmax")
+def safe_softmax(call: OpCall) -> Signature:
+    """Softmax that gives zeros for a row of -inf; the rows stay whole."""
+    given = arguments(call, "input", "dim")
+    ndim = call.tensors[0].ndim
+    labels = without(letters(ndim), (checked_dim(ndim, given["dim"]),))
+    return Signature((labels,), (labels,))
 
 
 def _softmax(call: LocalCall) -> Any:
