@@ -1,6 +1,6 @@
 """One matrix product cut over all ranks: values, gradients and communication, next to the same product on one device.
 
-    torchrun --standalone --nproc-per-node 2 examples/layouts.py
+torchrun --standalone --nproc-per-node 2 examples/layouts.py
 """
 
 import torch

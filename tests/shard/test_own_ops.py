@@ -59,7 +59,8 @@ def test_dfunction_on_plain_and_distributed_tensors(rows: int) -> None:
     torch.testing.assert_close(expected, plain[0] @ plain[1] * 3.0 + 0.5)
     (expected**2).sum().backward()
     for cuts in ([[hp.Shard(0)], [hp.Replicate()]], [[hp.Replicate()], [hp.Shard(1)]]):
-        x, weight = (hp.distribute_tensor(t.detach().clone().requires_grad_(), mesh, c) for t, c in zip(plain, cuts))
+        leaves = [t.detach().clone().requires_grad_() for t in plain]
+        x, weight = (hp.distribute_tensor(leaf, mesh, cut) for leaf, cut in zip(leaves, cuts, strict=True))
         out = ScaledProduct.apply(x, weight, 3.0, shift=0.5)
         assert tuple(out.shape) == (rows, 6)
         torch.testing.assert_close(out.full_tensor(), expected.detach())

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from hyper_parallel.core.dtensor import random_state
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.distribute import distribute_tensor
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor, resolve_layout, resolve_mesh
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.mesh_transfer import outside_shape
-from hyper_parallel.core.dtensor.random_draws import next_draw
 from hyper_parallel.core.dtensor.random_fill import random_block
 from hyper_parallel.platform import get_platform
 
@@ -136,7 +136,7 @@ def arange(
 def _random(
     name: str, kind: str, size: Any, mesh: Any, placements: Any, dtype: Any, device: Any, grad: bool
 ) -> DTensor:
-    draw = next_draw()
+    draw = random_state.next_draw()
 
     def block(layout: Layout, shape: tuple[int, ...], local_shape: tuple[int, ...], dtype: Any, device: Any) -> Any:
         return random_block(kind, {}, draw, layout, shape, dtype, device)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from hyper_parallel.core.dtensor import random_values
+from hyper_parallel.core.dtensor import random_state, random_values
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.dtensor.random_draws import next_draw
 from hyper_parallel.core.dtensor.random_state import Draw
 from hyper_parallel.core.dtensor.random_stream import Region
 from hyper_parallel.platform import get_platform
@@ -45,7 +44,7 @@ def random_block(
 def fill_random_(tensor: Any, kind: str, **parameters: Any) -> Any:
     """Overwrite a DTensor with random values, in place; the tensor."""
     platform = get_platform()
-    draw = next_draw()
+    draw = random_state.next_draw()
     shape = tuple(tensor.shape)
     block = random_block(kind, parameters, draw, tensor.layout, shape, tensor.dtype, tensor.device)
     platform.fill_block(tensor, block)

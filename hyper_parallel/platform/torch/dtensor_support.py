@@ -99,20 +99,6 @@ def replace_block(tensor: torch.Tensor, block: torch.Tensor) -> None:
         torch.Tensor.data.__set__(tensor, block)  # type: ignore[attr-defined]
 
 
-def rng_fingerprint() -> int:
-    """A random number from PyTorch's CPU generator: it tells the generator's states apart, and moves it on.
-
-    Where recompute has put the generator back, the same numbers come again.
-    """
-    return int(torch.randint(-(2**63), 2**63 - 1, ()).item())
-
-
-def is_in_backward() -> bool:
-    """Whether this thread is running a backward pass, where recompute happens."""
-    # Private; PyTorch's own checkpointing asks it, and there is no public question.
-    return torch._C._current_graph_task_id() != -1
-
-
 def convert(tensor: Any, *args: Any, **kwargs: Any) -> Any:
     """``Tensor.to`` on the block; the layout stays, but a reduction that the conversion would change is done before."""
     with _NoInterception():
@@ -239,14 +225,12 @@ __all__ = [
     "index_tensor",
     "is_dense_tensor",
     "is_framework_service",
-    "is_in_backward",
     "is_intercepted",
     "needs_grad",
     "observe_collectives",
     "register_forward_hook",
     "replace_block",
     "replicate_plain_tensors",
-    "rng_fingerprint",
     "seeded",
     "to_device",
     "wrap_result",

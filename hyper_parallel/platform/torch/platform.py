@@ -224,8 +224,6 @@ class TorchPlatform(Platform):
     as_parameter = staticmethod(dtensor_support.as_parameter)
     fill_block = staticmethod(dtensor_support.fill_block)
     replace_block = staticmethod(dtensor_support.replace_block)
-    rng_fingerprint = staticmethod(dtensor_support.rng_fingerprint)
-    is_in_backward = staticmethod(dtensor_support.is_in_backward)
     convert = staticmethod(dtensor_support.convert)
     replicate_plain_tensors = staticmethod(dtensor_support.replicate_plain_tensors)
     register_forward_hook = staticmethod(dtensor_support.register_forward_hook)
