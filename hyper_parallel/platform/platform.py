@@ -697,11 +697,6 @@ class Platform(ABC):
     def needs_grad(tensor: Any) -> Any:
         """Whether autograd records what is done with ``tensor`` now."""
 
-    @staticmethod
-    @abstractmethod
-    def is_in_backward() -> Any:
-        """Whether this thread is running a backward pass, where recompute happens."""
-
     # ------------------------------ distributed tensors: moving blocks (results come from ``wait()``; no gradients)
 
     @staticmethod
@@ -820,11 +815,6 @@ class Platform(ABC):
     @abstractmethod
     def seeded(seed: Any, number: Any) -> Any:
         """Context: the framework's own generator starts from the two numbers, the same on every rank."""
-
-    @staticmethod
-    @abstractmethod
-    def rng_fingerprint() -> Any:
-        """A random number of the framework's generator: it tells the generator's states apart and moves it on."""
 
     @staticmethod
     @abstractmethod

@@ -121,7 +121,7 @@ def test_conversions_keep_the_layout():
     ):
         assert converted.dtype is dtype and converted.layout is made.layout and converted.shape == made.shape
         assert torch.equal(converted.full_tensor(), numbers(5, 2).to(dtype))
-    assert made.to(torch.float64) is made
+    assert made.to(torch.float64) is made and made.cpu() is made
     made.float().full_tensor().sum().backward()
     assert made.grad.dtype is torch.float64 and torch.equal(made.grad.full_tensor(), torch.ones(5, 2).double())
 

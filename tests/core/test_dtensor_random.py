@@ -12,10 +12,8 @@ from torch.utils import checkpoint as torch_checkpoint
 
 import hyper_parallel as hp
 from hyper_parallel import Layout, Partial, Replicate, Shard, distribute_tensor, get_platform, manual_seed
-from hyper_parallel.core.dtensor import random_draws
 from hyper_parallel.core.dtensor.device_mesh import init_device_mesh
-from hyper_parallel.core.dtensor.random_draws import DrawRecord
-from hyper_parallel.core.dtensor.random_state import Draw, RandomState, default_state, get_rng_state
+from hyper_parallel.core.dtensor.random_state import get_rng_state
 from tests.core.layout_cases import block_of, every_layout
 from tests.world import run_on_ranks
 
@@ -213,85 +211,30 @@ def test_recompute_in_any_order():
         assert torch.equal(leaf.grad.full_tensor(), 2 * result.full_tensor())
 
 
-# ---------------------------------------------------------------- the record of draws
+@run_on_ranks(2)
+def test_recompute_repeats_also_when_the_framework_s_generator_is_seeded_in_between():
+    mesh = init_device_mesh("cpu", (2,))
+    manual_seed(1)
+    leaves = [hp.ones((5, 4), mesh, [Shard(0)], requires_grad=True) for _ in range(2)]
+    results = []
+    for leaf in leaves:  # both start from the same state of the framework's generator
+        torch.manual_seed(0)
+        results.append(torch_checkpoint.checkpoint(lambda t: functional.dropout(t * t, 0.5), leaf, use_reentrant=False))
+    assert not torch.equal(results[0].full_tensor(), results[1].full_tensor())
+    state = get_rng_state()
+    for leaf, result in zip(leaves, results, strict=True):
+        result.full_tensor().sum().backward()
+        assert torch.equal(leaf.grad.full_tensor(), 2 * result.full_tensor())
+    assert get_rng_state() == state
 
 
-class StubPlatform:
-    """A framework of which the test says what its generator shows and whether it is in backward."""
-
-    def __init__(self):
-        self.fingerprint, self.in_backward = 0, False
-
-    def rng_fingerprint(self):
-        self.fingerprint += 1
-        return self.fingerprint
-
-    def is_in_backward(self):
-        return self.in_backward
-
-
-@pytest.fixture
-def stub(monkeypatch):
-    platform = StubPlatform()
-    monkeypatch.setattr(random_draws, "get_platform", lambda: platform)
-    return platform
-
-
-def draws(record, num):
-    return [record.next_draw().number for _ in range(num)]
-
-
-def test_forward_never_repeats_and_backward_repeats_what_it_knows(stub):
-    record = DrawRecord(RandomState(5))
-    assert draws(record, 3) == [0, 1, 2]
-    stub.fingerprint = 0
-    assert draws(record, 3) == [3, 4, 5]  # forward again, with the generator put back
-    stub.in_backward, stub.fingerprint = True, 10
-    assert record.next_draw() == Draw(5, 6)  # a random number of a backward hook: a draw like any other
-
-
-def test_two_live_draws_of_one_state_are_an_error(stub):
-    record = DrawRecord(RandomState(5))
-    assert draws(record, 2) == [0, 1]
-    stub.fingerprint = 0
-    assert draws(record, 1) == [2]
-    stub.fingerprint, stub.in_backward = 0, True
-    with pytest.raises(
-        RuntimeError, match=r"same state before two draws .the later one is draw 2 of seed 5.*manual_seed"
-    ):
-        record.next_draw()
-    stub.fingerprint = 1
-    assert draws(record, 1) == [1]  # the other one is clear
-
-
-def test_a_recompute_or_a_new_seed_between_two_draws_of_one_state(stub):
-    state = RandomState(5)
-    record = DrawRecord(state)
-    for step in range(3):  # each step starts with the framework's generator at the same state
-        stub.fingerprint, stub.in_backward = 0, False
-        assert draws(record, 2) == [2 * step, 2 * step + 1]
-        stub.fingerprint, stub.in_backward = 0, True
-        assert draws(record, 2) == [2 * step, 2 * step + 1]
-    stub.in_backward = False
-    for seed in (6, 6):
-        stub.fingerprint, stub.in_backward = 0, False
-        state.manual_seed(seed)
-        assert draws(record, 2) == [0, 1]
-    stub.fingerprint, stub.in_backward = 0, True
-    assert record.next_draw() == Draw(6, 0)
-
-
-def test_the_record_is_bounded(stub):
-    record = DrawRecord(RandomState(), max_remembered=10)
-    assert draws(record, 25) == list(range(25))
-    stub.fingerprint, stub.in_backward = 15, True
-    assert draws(record, 10) == list(range(15, 25))
-    assert len(record._drawn) == 10
-
-
-def test_the_record_of_the_process_follows_manual_seed():
-    with default_state.preserve():
-        manual_seed(9)
-        assert [random_draws.next_draw(), random_draws.next_draw()] == [Draw(9, 0), Draw(9, 1)]
-        manual_seed(9)
-        assert random_draws.next_draw() == Draw(9, 0)
+@run_on_ranks(2)
+def test_a_state_of_the_framework_that_is_put_back_puts_ours_back():
+    mesh = init_device_mesh("cpu", (2,))
+    saved = torch.get_rng_state()
+    first = hp.randn((5,), mesh, [Shard(0)]).full_tensor()
+    torch.set_rng_state(saved)
+    assert torch.equal(hp.randn((5,), mesh, [Shard(0)]).full_tensor(), first)
+    with torch.random.fork_rng():
+        inside = hp.randn((5,), mesh, [Shard(0)]).full_tensor()
+    assert torch.equal(hp.randn((5,), mesh, [Shard(0)]).full_tensor(), inside)

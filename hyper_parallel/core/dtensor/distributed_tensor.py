@@ -210,6 +210,10 @@ class DTensor(_platform.DTensorBase):  # type: ignore[misc, name-defined]
         """Another dtype or device; the layout stays, but a reduction that the cast would change is done before."""
         return _platform.convert(self._settled(), *args, **kwargs)
 
+    def cpu(self, *args: Any, **kwargs: Any) -> DTensor:
+        """On the host; the layout stays."""
+        return self.to("cpu", *args, **kwargs)
+
     def float(self, *args: Any, **kwargs: Any) -> DTensor:
         """In float32; the layout stays."""
         return self.to(_platform.str_to_dtype("float32"), *args, **kwargs)

@@ -10,6 +10,7 @@ gathering.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -115,9 +116,13 @@ def _find_plan(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
 def _finish_own_sum(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
     """Do the pending sum of the tensor that ``func`` is about to write into, where nobody else can see it.
 
-    ``x.mean(0).clamp_(min=eps)`` is common: the tensor was made a moment ago. Not when a graph knows its values, or
-    another tensor shares its memory and would still be labelled as pending.
+    ``x.mean(0).clamp_(min=eps)`` is common in the framework's own optimizers: the tensor was made a moment ago. Not
+    when a graph knows its values, or another tensor shares its memory and would still be labelled as pending; and a
+    user's own write into a pending sum is an error.
     """
+    caller = sys._getframe(2).f_globals.get("__name__", "")
+    if caller.split(".")[0] not in ("torch", "mindspore"):
+        return False
     tensor = args[0] if args else None
     if not isinstance(tensor, DTensor) or not _platform.get_op_name(func).endswith("_"):
         return False

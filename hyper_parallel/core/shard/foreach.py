@@ -9,6 +9,7 @@ position may also hold plain tensors only; a plain tensor without dims (a step c
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -41,64 +42,95 @@ def takes_lists(name: str) -> bool:
     return name.startswith(_FOREACH) or name in _FUSED or name == _UNSCALE
 
 
+@functools.cache
+def _names(func: Callable[..., Any]) -> tuple[str, str, bool]:
+    """The operator's name, the part of it that names the computation, and whether it goes element by element."""
+    name = _platform.get_op_name(func)
+    base = name.removeprefix(_FOREACH).removesuffix("_")
+    return name, base, base not in _ONE_BY_ONE and name != "_foreach_norm"
+
+
 def run_on_lists(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What an operator on lists gives when some of the tensors are DTensors."""
-    name = _platform.get_op_name(func)
-    if name == "_foreach_norm":
-        return _norms(*args, **kwargs)
-    base = name.removeprefix(_FOREACH).removesuffix("_")
-    if base in _ONE_BY_ONE:
-        return _one_by_one(_ONE_BY_ONE[base], args, kwargs)
-    places = [(args, index) for index in range(len(args))] + [(kwargs, key) for key in kwargs]  # type: ignore[operator]
-    lists = [(holder, key) for holder, key in places if _is_tensor_list(holder[key])]
-    columns = [holder[key] for holder, key in lists]
+    name, base, by_element = _names(func)
+    if not by_element:
+        return _norms(*args, **kwargs) if name == "_foreach_norm" else _one_by_one(_ONE_BY_ONE[base], args, kwargs)
+    columns = [value for value in args if _is_tensor_list(value)]
+    if kwargs:
+        columns += [value for value in kwargs.values() if _is_tensor_list(value)]
     written = columns[0]
-    if _lie_alike(columns):
-        args, kwargs = _with_whole_tensors(args, kwargs)
-        result = _platform.without_interception(func, *args, **kwargs)
-    else:
+    together = None
+    labels = _common_labels(columns)
+    if labels is None:
         together = _Together(name, base, columns, args, kwargs)
         if together.broadcasts:
             return _one_by_one(_method(base, name), args, kwargs)
-        columns = together.columns
-        new_args, new_kwargs = list(args), dict(kwargs)
-        for (holder, key), column in zip(lists, columns, strict=True):
-            (new_args if holder is args else new_kwargs)[key] = column  # type: ignore[index]
-        args, kwargs = _with_whole_tensors(tuple(new_args), new_kwargs)
-        result = _platform.without_interception(func, *args, **kwargs)
+        replacements = iter(together.columns)
+        args = tuple(next(replacements) if _is_tensor_list(value) else value for value in args)
+        kwargs = {key: next(replacements) if _is_tensor_list(value) else value for key, value in kwargs.items()}
+        labels = _labels_of(together.columns)
+    args, kwargs = _with_whole_tensors(args, kwargs)
+    result = _platform.without_interception(func, *args, **kwargs)
+    if together is not None:
         together.carry_back()
     if name == _UNSCALE:
-        _agree_on_found_inf(columns[0], args[1])
-    if result is None or name.endswith("_"):
-        return result if result is None else type(result)(written)
-    return _wrapped(result, columns)
+        _agree_on_found_inf(written, args[1])
+    if result is None:
+        return None
+    return type(result)(written) if name.endswith("_") else _platform.label_all(DTensor, result, *labels)
 
 
 def _is_tensor_list(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and len(value) > 0 and _platform.is_tensor(value[0])
 
 
-def _lie_alike(columns: Sequence[Sequence[Any]]) -> bool:
-    """Whether the tensors of every position have one layout, without pending reductions, and one shape."""
-    layouts = set()
+Labels = tuple[list["Layout | None"], list[Any]]  # the layout and shape of each position, None where it is plain
+
+
+def _common_labels(columns: Sequence[Sequence[Any]]) -> Labels | None:
+    """The layouts and shapes of the positions; None unless the tensors of every position lie alike, nothing pending."""
+    first, *rest = columns
+    if {type(tensor) for column in columns for tensor in column} == {DTensor}:  # the rule: no loop of our own
+        layouts, shapes = [tensor._layout for tensor in first], [tensor._global_shape for tensor in first]
+        for column in rest:
+            if [tensor._layout for tensor in column] != layouts or [
+                tensor._global_shape for tensor in column
+            ] != shapes:
+                return None
+        return None if any(layout.has_partial for layout in set(layouts)) else (layouts, shapes)
+    return _common_labels_of_mixture(columns)
+
+
+def _common_labels_of_mixture(columns: Sequence[Sequence[Any]]) -> Labels | None:
+    """As :func:`_common_labels`, for lists in which some tensors are plain."""
+    layouts: list[Layout | None] = []
+    shapes: list[Any] = []
     for position in zip(*columns, strict=True):
-        layout = None
-        has_plain = False
+        layout, shape, has_plain = None, None, False
         for tensor in position:
             if type(tensor) is DTensor:
                 if layout is None:
                     layout, shape = tensor._layout, tensor._global_shape
                 elif tensor._layout is not layout or tensor._global_shape != shape:
-                    return False
+                    return None
             elif isinstance(tensor, DTensor):
-                return False
+                return None
             elif tensor.ndim:
                 has_plain = True
-        if layout is not None:
-            if has_plain:
-                return False
-            layouts.add(layout)
-    return not any(layout.has_partial for layout in layouts)
+        if layout is not None and has_plain:
+            return None
+        layouts.append(layout)
+        shapes.append(shape)
+    return None if any(layout is not None and layout.has_partial for layout in set(layouts)) else (layouts, shapes)
+
+
+def _labels_of(columns: Sequence[Sequence[Any]]) -> Labels:
+    """The layout and shape of the first DTensor of each position."""
+    found = [
+        next(((t._layout, t._global_shape) for t in position if isinstance(t, DTensor)), (None, None))
+        for position in zip(*columns, strict=True)
+    ]
+    return [layout for layout, _ in found], [shape for _, shape in found]
 
 
 def _with_whole_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -185,18 +217,6 @@ class _Together:
         with _platform.no_grad():
             for tensor, moved in self._moved:
                 tensor.copy_(moved)
-
-
-def _wrapped(results: Any, columns: Sequence[Sequence[Any]]) -> Any:
-    """The results, position by position, as DTensors that lie as their operands do."""
-    wrapped = []
-    for result, *position in zip(results, *columns, strict=True):
-        for operand in position:
-            if isinstance(operand, DTensor):
-                result = _platform.as_dtensor(DTensor, result, operand._layout, operand._global_shape)
-                break
-        wrapped.append(result)
-    return type(results)(wrapped)
 
 
 def _one_by_one(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -51,6 +51,16 @@ def _wrap_several(kind: type, results: Any, layouts: tuple[Any, ...], shapes: tu
     return make(wrapped)
 
 
+def label_all(kind: type, results: Any, layouts: list[Any], shapes: list[Any]) -> Any:
+    """The tensors of a list as DTensors, in place; those without a layout stay plain."""
+    for result, layout, shape in zip(results, layouts, shapes, strict=True):
+        if layout is not None:
+            result.__class__ = kind
+            result._layout = layout
+            result._global_shape = shape
+    return results
+
+
 def blocks_of(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments with every DTensor replaced by its block as a plain tensor."""
 

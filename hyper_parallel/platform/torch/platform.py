@@ -206,6 +206,7 @@ class TorchPlatform(Platform):
     wrap_result = staticmethod(dtensor_support.wrap_result)
     result_wrapper = staticmethod(local_calls.result_wrapper)
     blocks_of = staticmethod(local_calls.blocks_of)
+    label_all = staticmethod(local_calls.label_all)
     output_shapes = staticmethod(local_calls.output_shapes)
     silenced = staticmethod(local_calls.silenced)
     depends_on_values = staticmethod(local_calls.depends_on_values)

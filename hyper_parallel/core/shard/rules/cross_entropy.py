@@ -172,7 +172,7 @@ class _CutRows:
         return _CutEntropy.apply(scores, self)
 
 
-class _CutEntropy(_platform.Function):  # type: ignore[misc, name-defined]
+class _CutEntropy(_platform.Function):  # type: ignore[name-defined]
     """forward: the all-reduces of logsumexp and one more; backward: nothing travels."""
 
     @staticmethod

@@ -30,7 +30,7 @@ def extreme_of_block(block: Any, dims: tuple[int, ...], op: str) -> Any:
     return block.amax(dim=dims, keepdim=True) if op == "max" else block.amin(dim=dims, keepdim=True)
 
 
-class _SharedExtreme(_platform.Function):  # type: ignore[misc, name-defined]
+class _SharedExtreme(_platform.Function):  # type: ignore[name-defined]
     """forward: the extreme over all blocks, an all-reduce; backward: shared among the equal elements of all blocks."""
 
     @staticmethod
@@ -60,7 +60,7 @@ def shared_extreme(block: Any, dims: tuple[int, ...], op: str, group: Any, keepd
     return result if keepdim else result.squeeze(dims)
 
 
-class _Known(_platform.Function):  # type: ignore[misc, name-defined]
+class _Known(_platform.Function):  # type: ignore[name-defined]
     """forward: ``total``, known to be the sum of all ranks' ``part``; backward: that of the sum, the identity."""
 
     @staticmethod

@@ -24,7 +24,7 @@ from hyper_parallel.platform import get_platform
 _platform = get_platform()
 
 
-class _Moments(_platform.Function):  # type: ignore[misc, name-defined]
+class _Moments(_platform.Function):  # type: ignore[name-defined]
     """forward: sum of squared deviations and mean over all blocks, two all-reduces; backward: nothing travels."""
 
     @staticmethod
@@ -86,7 +86,7 @@ def _over_freedom(squares: Any, freedom: float) -> Any:
 # ---------------------------------------------------------------- norms
 
 
-class _JoinNorms(_platform.Function):  # type: ignore[misc, name-defined]
+class _JoinNorms(_platform.Function):  # type: ignore[name-defined]
     """forward: the p-norm of all ranks' p-norms, an all-reduce; backward: nothing travels."""
 
     @staticmethod
@@ -188,7 +188,7 @@ def dist(call: OpCall) -> Signature | None:
     return Signature(
         inputs,
         ((),),
-        handled=frozenset(letters(ndim)),
+        handled=frozenset(letter for letter in letters(ndim) if letter is not None),
         local=_dist,
         needs_local=lambda planned: is_cut(planned, letters(ndim)),
     )

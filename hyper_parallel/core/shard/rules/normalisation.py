@@ -56,7 +56,7 @@ def _pool_over(dims: tuple[int, ...], group: Any, count: int) -> _Pool:
     return _Pool(lambda values: values.sum(dim=dims, keepdim=True), lambda sums: sums, group, count)
 
 
-class _Normalise(_platform.Function):  # type: ignore[misc, name-defined]
+class _Normalise(_platform.Function):  # type: ignore[name-defined]
     """forward: the elements, less their mean if ``centred``, times a factor, by one all-reduce per moment; backward:
     one all-reduce. Besides the result it gives the factor, for second derivatives, and the moments without a gradient.
     """
@@ -228,7 +228,7 @@ def batch_norm(call: OpCall) -> Signature | None:
 @rule("native_batch_norm", "_native_batch_norm_legit")
 def native_batch_norm(call: OpCall) -> Signature | None:
     """The statistics are results too: only channels may be cut, and into no empty parts, which the function refuses."""
-    names = _BATCH_ARGUMENTS
+    names: tuple[str, ...] = _BATCH_ARGUMENTS
     if call.name == "_native_batch_norm_legit" and len(call.args) == 6:  # the form without running statistics
         names = ("input", "weight", "bias", "training", "momentum", "eps")
     given = arguments(call, *names, running_mean=None, running_var=None)
@@ -284,7 +284,7 @@ def _instance_norm(call: LocalCall) -> Any:
         means = [
             all_reduced(one.reshape(one.shape[:2]).sum(dim=0), "sum", batch) / shape[0] for one in (mean, variance)
         ]
-        _update_running(given, *means, count)
+        _update_running(given, means[0], means[1], count)
     return _affine(result, given["weight"], given["bias"], (block.shape[1], *(1,) * len(dims)), block.dtype)
 
 

@@ -64,7 +64,7 @@ def reduction(
     shape = call.tensors[0].shape
     dims = reduced_dims(len(shape), dim)
     labels = letters(len(shape))
-    removed = frozenset(labels[one] for one in dims)
+    removed = frozenset(label for one, label in enumerate(labels) if one in dims and label is not None)
     output = tuple(None if one in dims else label for one, label in enumerate(labels) if keepdim or one not in dims)
     expected = tuple(1 if one in dims else size for one, size in enumerate(shape) if keepdim or one not in dims)
     if any(tuple(result) != expected for result in call.outputs) or len(call.tensors) != 1:
@@ -166,7 +166,7 @@ def sum_to_size(call: OpCall) -> Signature:
     labels = letters(len(shape))
     missing = len(shape) - len(wanted)
     output = tuple(labels[missing + dim] if shape[missing + dim] == size else None for dim, size in enumerate(wanted))
-    summed = {label: "sum" for label in labels if label not in output}
+    summed = {label: "sum" for label in labels if label is not None and label not in output}
     return Signature((labels,), (output,), reduces=summed, linear=_ALONE, local=_sum_to_size)
 
 
@@ -176,8 +176,7 @@ def _sum_to_size(call: LocalCall) -> Any:
 
 @rule("trace")
 def trace(call: OpCall) -> Signature:
-    labels = letters(2)
-    return Signature((labels,), ((),), reduces=dict.fromkeys(labels, "sum"), linear=_ALONE, local=_trace)
+    return Signature((letters(2),), ((),), reduces={"a": "sum", "b": "sum"}, linear=_ALONE, local=_trace)
 
 
 def _trace(call: LocalCall) -> Any:

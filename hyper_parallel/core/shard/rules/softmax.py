@@ -22,7 +22,7 @@ from hyper_parallel.platform import get_platform
 _platform = get_platform()
 
 
-class _CutSoftmax(_platform.Function):  # type: ignore[misc, name-defined]
+class _CutSoftmax(_platform.Function):  # type: ignore[name-defined]
     """forward: two all-reduces, the rows' maxima and sums; backward: one all-reduce, of the rows' sums."""
 
     @staticmethod
@@ -47,7 +47,7 @@ class _CutSoftmax(_platform.Function):  # type: ignore[misc, name-defined]
         return result * (gradient - total), None, None, None
 
 
-class _CutLogSumExp(_platform.Function):  # type: ignore[misc, name-defined]
+class _CutLogSumExp(_platform.Function):  # type: ignore[name-defined]
     """forward: two all-reduces, the rows' maxima and sums; backward: nothing travels."""
 
     @staticmethod
