@@ -102,46 +102,12 @@ def _decoder_layer():
     return module, lambda m, x, memory: m(x, memory), (tensor(2, 3, 4), tensor(2, 5, 4, seed=1))
 
 
-class _Rotary(nn.Module):
-    """A Llama block: RMS norm, rotary grouped-query attention, a gated MLP."""
-
-    def __init__(self, dim: int = 8, heads: int = 4, key_heads: int = 2) -> None:
-        super().__init__()
-        kinds = {"bias": False, "dtype": torch.float64}
-        self.heads, self.key_heads, self.size = heads, key_heads, dim // heads
-        self.norm1, self.norm2 = nn.RMSNorm(dim, dtype=torch.float64), nn.RMSNorm(dim, dtype=torch.float64)
-        self.q, self.o = nn.Linear(dim, dim, **kinds), nn.Linear(dim, dim, **kinds)
-        self.k, self.v = (nn.Linear(dim, key_heads * self.size, **kinds) for _ in range(2))
-        self.gate, self.up = nn.Linear(dim, 12, **kinds), nn.Linear(dim, 12, **kinds)
-        self.down = nn.Linear(12, dim, **kinds)
-
-    def forward(self, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-        batch, length, _ = x.shape
-        h = self.norm1(x)
-        q = self._turned(self.q(h).view(batch, length, self.heads, self.size).transpose(1, 2), angles)
-        k = self._turned(self.k(h).view(batch, length, self.key_heads, self.size).transpose(1, 2), angles)
-        v = self.v(h).view(batch, length, self.key_heads, self.size).transpose(1, 2)
-        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        x = x + self.o(attended.transpose(1, 2).reshape(batch, length, -1))
-        h = self.norm2(x)
-        return x + self.down(nn.functional.silu(self.gate(h)) * self.up(h))
-
-    def _turned(self, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-        first, second = x.chunk(2, dim=-1)
-        return x * angles.cos() + torch.cat((-second, first), dim=-1) * angles.sin()
-
-
-def _llama():
-    return _Rotary(), lambda m, x, angles: m(x, angles), (tensor(2, 3, 8), tensor(3, 2, seed=1))
-
-
 MODULES = {
     "multihead": _multihead,
     "multihead_sequence_first": lambda: _multihead(batch_first=False, need_weights=False),
     "encoder": _encoder_layer,
     "encoder_norm_first": lambda: _encoder_layer(True),
     "decoder": _decoder_layer,
-    "llama": _llama,
 }
 
 

@@ -218,6 +218,6 @@ def tensor(
 def assert_valid(worlds: Any, samples: Sequence[Sample], most: int = 60) -> None:
     """Validate samples on a mesh of 2 ranks (every layout) and one of 2 x 2 ranks (at most ``most`` of them each)."""
     for size, shape in ((2, (2,)), (4, (2, 2))):
-        answers = worlds(size).run(validate, list(samples), shape, 400 if size == 2 else most)
+        answers = worlds(size, timeout=300).run(validate, list(samples), shape, 400 if size == 2 else most)
         wrong = answers[0]
         assert not wrong, f"{len(wrong)} wrong on {shape}:\n" + "\n".join(wrong)

@@ -60,7 +60,7 @@ FRAMEWORKS = {
         Framework(
             name="torch",
             backend="gloo",
-            preloaded=("torch", "torch.distributed", "torch.testing", "hyper_parallel.platform.torch.platform"),
+            preloaded=("torch", "torch.distributed", "torch.testing", "hyper_parallel.core.dtensor.dtensor"),
             may_fork=True,
             reset=_reset_torch,
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -56,7 +57,7 @@ def _convolve(call: LocalCall, names: tuple[str, ...], groups: int) -> Any:
         return _of_nothing(call)
     if len(call.inputs) > 2 and not is_counted_here(call, 2):
         args, kwargs = replace_tensor(call, 2, get_platform().silenced)
-        return call.func(*args, **kwargs)
+        call = dataclasses.replace(call, args=tuple(args), kwargs=kwargs)
     num_parts = math.prod(call.mesh.shape[axis] for axis in call.axes.get("g", ()))
     return call_with(call, names, groups=groups // num_parts)
 
