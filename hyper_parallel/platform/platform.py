@@ -581,6 +581,31 @@ class Platform(ABC):
     ) -> Any:
         """Scale the gradients so that their norm is at most ``max_norm``; the norm before."""
 
+    @staticmethod
+    @abstractmethod
+    def set_whole_norms(whole_norms: Any) -> Any:
+        """Let ``whole_norms(tensors, order)`` give the norms of tensors of which some are distributed."""
+
+    @staticmethod
+    @abstractmethod
+    def let_foreach_take(kind: Any) -> Any:
+        """Let the framework's optimizers use their operators on lists for tensors of ``kind``."""
+
+    @staticmethod
+    @abstractmethod
+    def block_norms(blocks: Any, norm_type: float, dtype: Any = None) -> Any:
+        """One norm for each block, in the precision in which they are to be added up over ranks."""
+
+    @staticmethod
+    @abstractmethod
+    def complete_norms(norms: Any, norm_type: float, group: Any) -> Any:
+        """The norms of tensors from those of their parts on the group's ranks, by one reduction."""
+
+    @staticmethod
+    @abstractmethod
+    def finished_norm(norm: Any, block: Any, dtype: Any = None) -> Any:
+        """The norm in the dtype that the framework gives it for values like the block's."""
+
     # ---------------------------------------------------------------- one-sided memory
 
     @staticmethod
@@ -669,6 +694,11 @@ class Platform(ABC):
 
     @staticmethod
     @abstractmethod
+    def label_all(kind: Any, results: Any, layouts: Any, shapes: Any) -> Any:
+        """The tensors of a list as DTensors, in place; those without a layout stay plain."""
+
+    @staticmethod
+    @abstractmethod
     def result_like(func: Any, results: Any) -> Any:
         """The results in the named tuple that ``func`` gives."""
 
@@ -696,6 +726,36 @@ class Platform(ABC):
     @abstractmethod
     def needs_grad(tensor: Any) -> Any:
         """Whether autograd records what is done with ``tensor`` now."""
+
+    @staticmethod
+    @abstractmethod
+    def set_function_handler(handler: Any) -> Any:
+        """Let ``handler(function, args, kwargs)`` answer a user's autograd function that is given DTensors."""
+
+    @staticmethod
+    @abstractmethod
+    def apply_function(function: Any, args: Any, kwargs: Any) -> Any:
+        """A user's autograd function as the framework runs it, whatever its arguments."""
+
+    @staticmethod
+    @abstractmethod
+    def counted_once(gradient: Any, mesh: Any, axes: Any) -> Any:
+        """The gradient of a sum pending over ``axes`` as a whole value: one rank counts it in its own gradient."""
+
+    @staticmethod
+    @abstractmethod
+    def carry_random_state(get_state: Any, set_state: Any) -> Any:
+        """Let the framework's saved random state carry what ``get_state`` gives, for ``set_state`` to restore."""
+
+    @staticmethod
+    @abstractmethod
+    def counting_versions() -> Any:
+        """Context: new tensors count how often they are written to, also where the framework would leave that out."""
+
+    @staticmethod
+    @abstractmethod
+    def owns_memory(tensor: Any) -> Any:
+        """Whether no other tensor shares the memory of ``tensor``."""
 
     # ------------------------------ distributed tensors: moving blocks (results come from ``wait()``; no gradients)
 

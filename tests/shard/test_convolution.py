@@ -55,7 +55,11 @@ RESAMPLING = [
 ]
 
 
-@pytest.mark.parametrize("samples", [CONVOLUTIONS, POOLS, RESAMPLING], ids=["convolutions", "pools", "resampling"])
+@pytest.mark.parametrize(
+    "samples",
+    [CONVOLUTIONS[::2], CONVOLUTIONS[1::2], POOLS, RESAMPLING],
+    ids=["convolutions", "more_convolutions", "pools", "resampling"],
+)
 def test_same_as_one_device(worlds, samples: list[Sample]) -> None:
     assert_valid(worlds, samples, most=25)
 

@@ -103,8 +103,8 @@ MATRICES = [
 
 @pytest.mark.parametrize(
     "samples",
-    [PRODUCTS, WITH_TERMS, EINSUM, MATRICES],
-    ids=["products", "with_terms", "einsum", "matrices"],
+    [PRODUCTS[::2], PRODUCTS[1::2], WITH_TERMS[::2], WITH_TERMS[1::2], EINSUM, MATRICES],
+    ids=["products", "more_products", "with_terms", "more_with_terms", "einsum", "matrices"],
 )
 def test_same_as_one_device(worlds, samples: list[Sample]) -> None:
     assert_valid(worlds, samples, most=25)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from hyper_parallel.platform.torch import collectives
+from hyper_parallel.platform.torch.collective_gradients import handed_out
 
 Box = tuple[tuple[int, int], ...]  # (start, length) per dim
 
@@ -83,7 +84,7 @@ def reduce_blocks(
 def reduce_whole(tensor: torch.Tensor, group: Any, op: str) -> Pending:
     """The reduction over the group, whole on every rank; ``tensor`` is kept."""
     reduced, handle = collectives.all_reduce(tensor.clone(memory_format=torch.contiguous_format), group, True, op)
-    return Pending(handle, lambda: reduced)
+    return Pending(handle, lambda: handed_out(reduced))
 
 
 def exchange_blocks(

@@ -29,6 +29,16 @@ Sizes = tuple[int, ...]
 # --- shards and slabs, without gradients ---
 
 
+def handed_out(result: torch.Tensor) -> torch.Tensor:
+    """The result of a collective as another tensor object over the same memory, for an autograd function to return.
+
+    The backend's work keeps the tensor it was given. When that very object becomes part of a graph, the process group
+    is sometimes never freed (PyTorch 2.13: about one time in ten), its threads outlive the interpreter, and the rank
+    aborts at exit. An alias keeps the two apart; not a view, which could not be written to in place.
+    """
+    return result.detach()
+
+
 def chunk_sizes(length: int, num_chunks: int) -> Sizes:
     block = -(-length // num_chunks)
     return tuple(max(0, min(block, length - index * block)) for index in range(num_chunks))
@@ -45,7 +55,7 @@ def _padded(data: torch.Tensor, dim: int, length: int) -> torch.Tensor:
 def _gather(data: torch.Tensor, group: dist.ProcessGroup, sizes: Sizes, dim: int) -> torch.Tensor:
     longest = max(sizes)
     if dim == 0 and min(sizes) == longest:
-        return collectives.all_gather_into_tensor(data, group)
+        return handed_out(collectives.all_gather_into_tensor(data, group))
     slabs = collectives.all_gather_into_tensor(_padded(data, dim, longest).unsqueeze(0), group)
     return torch.cat([slab.narrow(dim, 0, size) for slab, size in zip(slabs, sizes, strict=True)], dim)
 
@@ -60,7 +70,7 @@ def _slice(data: torch.Tensor, group: dist.ProcessGroup, sizes: Sizes, dim: int)
 def _reduce_scatter(data: torch.Tensor, op: str, group: dist.ProcessGroup, sizes: Sizes, dim: int) -> torch.Tensor:
     longest = max(sizes)
     if dim == 0 and min(sizes) == longest:
-        return collectives.reduce_scatter_tensor(data, group, op=op)
+        return handed_out(collectives.reduce_scatter_tensor(data, group, op=op))
     slabs = torch.stack([_padded(part, dim, longest) for part in data.split(sizes, dim)])
     chunk = collectives.reduce_scatter_tensor(slabs.flatten(0, 1), group, op=op)
     size = sizes[group.rank()]
@@ -68,7 +78,7 @@ def _reduce_scatter(data: torch.Tensor, op: str, group: dist.ProcessGroup, sizes
 
 
 def _all_reduce(data: torch.Tensor, op: str, group: dist.ProcessGroup) -> torch.Tensor:
-    return collectives.all_reduce(data.clone(memory_format=torch.contiguous_format), group, op=op)
+    return handed_out(collectives.all_reduce(data.clone(memory_format=torch.contiguous_format), group, op=op))
 
 
 # --- the autograd functions; each backward calls another one of them ---
@@ -228,7 +238,7 @@ class AllToAllSingle(torch.autograd.Function):
         if work is not None:
             # On an accelerator this makes the current stream wait, not the host.
             work.wait()
-        return output
+        return handed_out(output)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -259,7 +269,7 @@ class Exchange(torch.autograd.Function):
         )
         for work in works:
             work.wait()
-        return received
+        return handed_out(received)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
