@@ -24,6 +24,7 @@ import torch
 
 import hyper_parallel as hp
 from hyper_parallel.core.shard.strict_mode import gathered_ops
+from tests.shard.validator import tensors_in
 from tests.world.failures import RanksFailed
 from tests.world.world import Worlds
 
@@ -105,7 +106,7 @@ def _check(info: Any, mesh: Any, seed: int, num_samples: int) -> Outcome:
     for sample in samples:
         if tried >= num_samples:
             break
-        tensors = _tensors((sample.input, sample.args, sample.kwargs))
+        tensors = tensors_in((sample.input, sample.args, sample.kwargs))
         if not tensors or any(t.numel() > MAX_NUMEL or t.layout is not torch.strided for t in tensors):
             continue
         try:
@@ -141,16 +142,6 @@ def _random_layout(pick: random.Random, mesh: Any, tensor: torch.Tensor) -> Any:
     return hp.Layout.from_placements(mesh, pick.choices(options, weights, k=mesh.ndim), tensor.ndim)
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    if isinstance(tree, dict):
-        tree = list(tree.values())
-    if isinstance(tree, (list, tuple)):
-        return [tensor for item in tree for tensor in _tensors(item)]
-    return []
-
-
 def _replaced(tree: Any, new: list[Any]) -> Any:
     if isinstance(tree, torch.Tensor):
         return new.pop(0)
@@ -170,7 +161,7 @@ def _run(info: Any, sample: Any, tensors: list[Any], gradients: bool) -> tuple[A
     torch.manual_seed(3)
     hp.manual_seed(3)
     result = info.op(first, *args, **kwargs)
-    outputs = _tensors(sample.output_process_fn_grad(result))
+    outputs = tensors_in(sample.output_process_fn_grad(result))
     if gradients:
         whole = [out.full_tensor() if isinstance(out, hp.DTensor) else out for out in outputs]
         terms = []

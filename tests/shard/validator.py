@@ -42,17 +42,18 @@ class Sample:
 
     def __str__(self) -> str:
         name = self.func if isinstance(self.func, str) else getattr(self.func, "__name__", repr(self.func))
-        shapes = [tuple(value.shape) for value in _tensors((self.args, self.kwargs))]
+        shapes = [tuple(value.shape) for value in tensors_in((self.args, self.kwargs))]
         return self.label or f"{name}{shapes}"
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """The tensors of nested containers, in their order."""
     if isinstance(tree, torch.Tensor):
         return [tree]
     if isinstance(tree, dict):
         tree = list(tree.values())
     if isinstance(tree, (list, tuple)):
-        return [tensor for item in tree for tensor in _tensors(item)]
+        return [tensor for item in tree for tensor in tensors_in(item)]
     return []
 
 
@@ -92,7 +93,7 @@ def validate(
     mesh = hp.init_device_mesh("cpu", mesh_shape, mesh_dim_names=("x", "y", "z")[: len(mesh_shape)])
     wrong: list[str] = []
     for sample in samples:
-        tensors = _tensors((sample.args, sample.kwargs))
+        tensors = tensors_in((sample.args, sample.kwargs))
         choices = [layouts_of(mesh, tensor, _can_be_partial(tensor)) for tensor in tensors]
         total = 1
         for choice in choices:
@@ -132,7 +133,7 @@ def _is_in_place(sample: Sample) -> bool:
 def _run_plain(sample: Sample, tensors: list[torch.Tensor]) -> tuple[Any, list[Any], list[Any]]:
     leaves = [_leaf(tensor, sample.gradients) for tensor in tensors]
     result = _call(sample, leaves, _is_in_place(sample))
-    outputs = _tensors(result) if not isinstance(result, torch.Tensor) else [result]
+    outputs = tensors_in(result) if not isinstance(result, torch.Tensor) else [result]
     cotangents = [
         torch.rand(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(7)) for out in outputs
     ]
@@ -164,9 +165,9 @@ def _compare(
         ours = _call(sample, leaves, _is_in_place(sample))
         if not isinstance(result, (torch.Tensor, list, tuple)):
             return "" if ours == result else f"gave {ours!r} instead of {result!r}"
-        outputs = _tensors(ours)
+        outputs = tensors_in(ours)
         whole = [out.full_tensor() if isinstance(out, hp.DTensor) else out for out in outputs]
-        for out, mine, want in zip(outputs, whole, _tensors(result), strict=True):
+        for out, mine, want in zip(outputs, whole, tensors_in(result), strict=True):
             if not isinstance(out, hp.DTensor):
                 return "a result is a plain tensor"
             if tuple(out.shape) != tuple(want.shape) or tuple(out.local_shape) != out.layout.local_shape(
