@@ -61,7 +61,7 @@ def _run_on_two_processes(script):
         for rank in range(2)
     ]
     try:
-        outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
+        outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
@@ -80,7 +80,7 @@ def test_python_block_runs(text, tmp_path):
     if "init_process_group" in text:
         statuses, output = _run_on_two_processes(script)
     else:
-        done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, env=_environment())
+        done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300, env=_environment())
         statuses, output = [done.returncode], done.stdout + done.stderr
     assert set(statuses) == {0}, output
 
@@ -104,7 +104,7 @@ def test_command_works(command):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=240,
+        timeout=300,
         env=_environment(),
     )
     assert done.returncode == 0, done.stdout
@@ -131,7 +131,7 @@ def _demo(*arguments):
         [sys.executable, ROOT / "examples" / "mlp_demo.py", *arguments],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=300,
         env=_environment(),
     )
 
@@ -153,7 +153,7 @@ def test_demo_says_so_when_the_losses_differ(tmp_path):
         [sys.executable, tmp_path / "mlp_demo.py", "--ranks", "2", "--steps", "6"],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=300,
         env=_environment(),
     )
     assert done.returncode == 1, done.stdout + done.stderr

@@ -286,13 +286,13 @@ def test_nothing_is_left_when_pytest_ends(suite):
             folder = suite.mkdir(number.name)
             command = [sys.executable, "-m", "pytest", "-q", str(suite.path)]
             runs[number] = subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         pids = {number: _await_pids(suite.path / number.name, run, deadline) for number, run in runs.items()}
     finally:
         for number, run in runs.items():
             run.send_signal(number)
     for number, run in runs.items():
-        assert run.wait(timeout=15) == ends[number]
+        assert run.wait(timeout=120) == ends[number]
         await_end(pids[number])
 
 

@@ -152,7 +152,7 @@ def test_events_measure_time():
     start.record()
     time.sleep(0.02)
     assert new_stream().record_event(end) is end
-    assert 19.0 < start.elapsed_time(end) < 2000.0
+    assert 19.0 < start.elapsed_time(end) < 60_000.0
     start.wait()
     end.synchronize()
     assert end.query()

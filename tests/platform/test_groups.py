@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from datetime import timedelta
 from itertools import permutations
 
@@ -45,12 +44,9 @@ def test_groups_are_made_in_any_order(cycle):
 def test_creating_does_not_wait_for_the_others():
     rank = dist.get_rank()
     if rank == 0:
-        start = time.monotonic()
         group = groups.make_group([0, 1])
-        assert time.monotonic() - start < 0.5
-    dist.barrier()
+    dist.barrier()  # Met by rank 0 only if it did not wait for rank 1, which makes the group after it.
     if rank == 1:
-        time.sleep(0.3)
         group = groups.make_group([1, 0])
     if rank < 2:
         assert collectives.all_reduce(torch.ones(3), group).tolist() == [2, 2, 2]
@@ -182,7 +178,7 @@ def test_mark_created_groups():
 @run_on_ranks(4)
 def test_split_group():
     rank = dist.get_rank()
-    half = groups.split_group(split_ranks=[[3, 1], [0, 2]], group_desc="halves", timeout=timedelta(seconds=20))
+    half = groups.split_group(split_ranks=[[3, 1], [0, 2]], group_desc="halves", timeout=timedelta(seconds=100))
     assert groups.get_process_group_ranks(half) == ([1, 3] if rank % 2 else [0, 2])
     assert collectives.all_reduce(torch.tensor(rank), half).item() == (4 if rank % 2 else 2)
     # Ranks of the parent group, not of the world.
@@ -265,7 +261,7 @@ def test_a_world_of_one_again_and_again():
 def leave_and_return() -> None:
     """On each rank of a launcher whose store outlives the world: three worlds, each with a group of the same ranks."""
     for _ in range(3):
-        groups.init_process_group("gloo", timeout=timedelta(seconds=20))
+        groups.init_process_group("gloo", timeout=timedelta(seconds=100))
         rank = groups.get_rank()
         assert collectives.all_reduce(torch.tensor([1.0]), None).item() == 2
         group = groups.split_group(None, [[1, 0]])
@@ -274,7 +270,7 @@ def leave_and_return() -> None:
         groups.barrier()
         groups.destroy_process_group()
     # A program may end while its last groups are still being connected.
-    groups.init_process_group("gloo", timeout=timedelta(seconds=20))
+    groups.init_process_group("gloo", timeout=timedelta(seconds=100))
     groups.barrier()
     for _ in range(5):
         groups.split_group(None, [[0, 1]])
@@ -285,5 +281,5 @@ def test_leaving_the_world_and_coming_back():
     program = "from tests.platform.test_groups import leave_and_return as f; f()"
     command = [*launcher, "--no-python", sys.executable, "-c", program]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HYPER_PARALLEL_PLATFORM": "torch"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr

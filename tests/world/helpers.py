@@ -33,7 +33,7 @@ def echo(*args: Any, **kwargs: Any) -> tuple:
 
 def await_end(pids: list[int]) -> None:
     """Wait until the processes have ended; a zombie, whose parent may have gone before it could reap it, has ended."""
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while left := [pid for pid in pids if _is_alive(pid)]:
         assert time.monotonic() < deadline, f"still there: {left}"
         time.sleep(0.02)

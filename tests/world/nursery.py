@@ -15,7 +15,7 @@ from tests.world.frameworks import Framework
 
 _ROOT = Path(__file__).resolve().parents[2]
 
-START_TIMEOUT = 60.0
+START_TIMEOUT = 240.0
 
 # See Note [Forking is sound only with one thread].
 _ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}

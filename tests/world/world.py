@@ -28,11 +28,11 @@ from tests.world.nursery import START_TIMEOUT, Nursery, NurseryDied
 from tests.world.worker import STACK_SIGNAL
 
 # All in seconds.
-DEFAULT_TIMEOUT = 60.0
-GRACE = 3.0  # for the other ranks to answer after one has failed
-_EXIT_TIMEOUT = 2.0
-_STACK_TIMEOUT = 2.0
-_TRANSFER_TIMEOUT = 20.0
+DEFAULT_TIMEOUT = 180.0
+GRACE = 5.0  # for the other ranks to answer after one has failed
+_EXIT_TIMEOUT = 10.0
+_STACK_TIMEOUT = 5.0
+_TRANSFER_TIMEOUT = 60.0
 
 
 @dataclass
