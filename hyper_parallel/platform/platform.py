@@ -565,6 +565,37 @@ class Platform(ABC):
     def load_checkpoint(file_path: Any, ckpt_format: str = "safetensors") -> dict[str, Any]:
         """The tensors of a file by name."""
 
+    # What a checkpoint asks of models and optimizers. A framework whose optimizers do not tell keeps these errors.
+
+    def named_state_parameters(self, model: Any) -> dict[str, Any]:
+        """Every parameter under each of its names, the names as in ``get_model_state_dict``."""
+        return self.parameters_dict(model)
+
+    def set_extra_states(self, model: Any, states: Any) -> None:
+        """Give modules back what they have in the state dict besides tensors."""
+        if states:
+            raise TypeError(f"modules of {self.platform_type.name} keep no state besides tensors, got {list(states)}")
+
+    def optimizer_groups(self, optimizer: Any) -> list[tuple[list[Any], dict[str, Any]]]:
+        """(parameters, options as plain values) of each parameter group."""
+        raise TypeError(f"a {type(optimizer).__name__} does not tell its parameters, so its state has no names")
+
+    def set_optimizer_options(self, optimizer: Any, index: int, options: Any) -> None:
+        """Set the options of one parameter group."""
+        raise TypeError(f"a {type(optimizer).__name__} does not take options, group {index}: {options}")
+
+    def optimizer_slots(self, optimizer: Any, parameter: Any) -> dict[str, Any]:
+        """What the optimizer keeps for a parameter (moments and the like); empty before its first step."""
+        raise TypeError(f"a {type(optimizer).__name__} does not tell what it keeps for a parameter")
+
+    def blank_optimizer_slots(self, optimizer: Any, parameter: Any) -> dict[str, Any]:
+        """Slots as the first step would make them, to load values into; the values in them mean nothing."""
+        return {}
+
+    def set_optimizer_slots(self, optimizer: Any, parameter: Any, slots: Any) -> None:
+        """Let the optimizer keep copies of these slots for a parameter; None: as before its first step."""
+        raise TypeError(f"a {type(optimizer).__name__} does not take what it keeps for a parameter")
+
     @staticmethod
     @abstractmethod
     def no_grad() -> Any:

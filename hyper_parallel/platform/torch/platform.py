@@ -24,6 +24,7 @@ from hyper_parallel.platform.torch import (
     local_ops_reductions,
     micro_batch,
     modules,
+    optimizer_state,
     overlap,
     python_bodies,
     random_state,
@@ -175,6 +176,13 @@ class TorchPlatform(Platform):
     get_model_state_dict = staticmethod(state.get_model_state_dict)
     save_checkpoint = staticmethod(state.save_checkpoint)
     load_checkpoint = staticmethod(state.load_checkpoint)
+    named_state_parameters = staticmethod(optimizer_state.named_state_parameters)
+    set_extra_states = staticmethod(optimizer_state.set_extra_states)
+    optimizer_groups = staticmethod(optimizer_state.optimizer_groups)
+    set_optimizer_options = staticmethod(optimizer_state.set_optimizer_options)
+    optimizer_slots = staticmethod(optimizer_state.optimizer_slots)
+    blank_optimizer_slots = staticmethod(optimizer_state.blank_optimizer_slots)
+    set_optimizer_slots = staticmethod(optimizer_state.set_optimizer_slots)
     clip_grad_norm_ = staticmethod(grad_norm.clip_grad_norm_)
     get_total_norm = staticmethod(grad_norm.get_total_norm)
     block_norms = staticmethod(grad_norm.block_norms)

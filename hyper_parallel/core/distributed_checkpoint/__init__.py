@@ -1,0 +1,1 @@
+"""Checkpoints of distributed state: planned by arithmetic, loadable under any layout, never half there."""
