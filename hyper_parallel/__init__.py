@@ -46,6 +46,7 @@ _HOME_OF = {
     "redistribute_local": f"{_DTENSOR}.tensor_redistribution",
     "DFunction": f"{_SHARD}.dfunction",
     "DistributedOp": f"{_SHARD}.own_ops",
+    "implicit_replication": f"{_SHARD}.mixing",
     "custom_shard": f"{_SHARD}.own_ops",
     "local_map": f"{_SHARD}.own_ops",
     "register_op": f"{_SHARD}.own_ops",

@@ -28,6 +28,7 @@ _FLOORS = [
         "core.distributed_checkpoint",
     ],
     ["models"],
+    ["plans", "draw"],
     [""],  # `hyper_parallel/__init__.py`, the public API.
     ["trainer"],
     ["cli"],
@@ -35,9 +36,8 @@ _FLOORS = [
 _FLOOR_OF = {name: floor for floor, names in enumerate(_FLOORS) for name in names}
 _FRONT_DOORS = ("", "core")
 
-# Who may import a framework: its platform; models, which are single-device framework code.
+# Who may import a framework: its platform, and its reference models, which are single-device framework code.
 _FRAMEWORK_OF = {"torch": "torch", "torch_npu": "torch", "mindspore": "mindspore"}
-_MODELS = "models"
 # `hyper-parallel doctor` runs this file in a process of its own to ask a framework what it is. It may load one by name
 # (`importlib.import_module`), as long as nothing imports the file.
 _PROBE = "cli.probe"
@@ -202,12 +202,12 @@ def _violations(folder: Path) -> list[str]:
 
 def _wrong_framework(module: str, imported: _Import) -> Iterator[str]:
     framework = _FRAMEWORK_OF.get(imported.target.split(".")[0])
-    home = f"platform.{framework}"
-    if framework is None or module in (home, _MODELS) or module.startswith((f"{home}.", f"{_MODELS}.")):
+    homes = (f"platform.{framework}", f"models.{framework}")
+    if framework is None or module in homes or module.startswith(tuple(f"{home}." for home in homes)):
         return
     if module == _PROBE and imported.by_name:
         return
-    yield f"imports {imported.target}: only platform/{framework} imports {framework}"
+    yield f"imports {imported.target}: only platform/{framework} imports {framework}, and models/{framework}"
 
 
 def test_arrows_point_one_way():
@@ -234,7 +234,10 @@ _HOUSE = {
     "core/shard/dispatch.py": "from ..dtensor import layout\nfrom hyper_parallel import __version__\n",
     "core/fully_shard/__init__.py": "from hyper_parallel.core.shard import dispatch\n",
     "core/tensor_parallel/__init__.py": "from hyper_parallel.core import fully_shard\n",
-    "models/__init__.py": "import torch\nfrom hyper_parallel.core.dtensor import dtensor\n",
+    "models/__init__.py": "from hyper_parallel.core.dtensor import dtensor\n",
+    "models/torch/__init__.py": "import torch\nfrom hyper_parallel.models import config\n",
+    "models/mindspore/__init__.py": "import mindspore\n",
+    "models/config.py": "",
     "trainer/__init__.py": "import hyper_parallel.models\nimport torchmetrics\n",
     "cli/__init__.py": "from hyper_parallel import Layout, trainer\n",
     "cli/probe.py": "import importlib\nimportlib.import_module('torch')\n",
@@ -264,6 +267,9 @@ def test_guard_is_content_with_a_good_house(house):
         ("platform/platform.py", "import torch", "imports torch: only platform/torch imports torch"),
         ("platform/torch/groups.py", "import mindspore", "imports mindspore: only platform/mindspore"),
         ("platform/mindspore/__init__.py", "import torch", "imports torch: only platform/torch imports torch"),
+        ("models/__init__.py", "import torch", "imports torch: only platform/torch imports torch, and models/torch"),
+        ("models/torch/__init__.py", "import mindspore", "imports mindspore: only platform/mindspore"),
+        ("models/mindspore/__init__.py", "from torch import nn", "imports torch.nn: only platform/torch"),
         ("core/utils.py", "def f():\n    import torch as t", "imports torch: only platform/torch imports torch"),
         (
             "core/utils.py",

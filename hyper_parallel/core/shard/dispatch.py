@@ -21,7 +21,13 @@ from hyper_parallel.core.dtensor.skip_dispatch import is_skipped, skipping
 from hyper_parallel.core.shard import autograd_helpers, rules
 from hyper_parallel.core.shard.foreach import run_on_lists, takes_lists
 from hyper_parallel.core.shard.gather_fallback import run_gathered
-from hyper_parallel.core.shard.mixing import MixedTensorsError, PendingWriteError
+from hyper_parallel.core.shard.mixing import (
+    MixedTensorsError,
+    PendingWriteError,
+    PlainScalarError,
+    plain_as_whole,
+    replicating,
+)
 from hyper_parallel.core.shard.plan_call import PlannedCall, plan_call
 from hyper_parallel.core.shard.random_ops import RANDOM_BODIES, RANDOM_OPS
 from hyper_parallel.core.shard.rule_table import depends_on_dtypes, find_rule, ignores_scalars
@@ -35,6 +41,7 @@ Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 _handlers: dict[Callable[..., Any], Handler | None] = {}
 _numbers_left_out: set[Callable[..., Any]] = set()
+_not_about_values: set[Callable[..., Any]] = set()
 _dtypes_put_in: set[Callable[..., Any]] = set()
 _calls: dict[tuple[Any, ...], PlannedCall | None] = {}
 _direct: dict[Any, Handler] = {}  # calls of one or two tensors that run as they are, by a key that is quick to make
@@ -70,10 +77,14 @@ def intercept(kind: type, func: Callable[..., Any], types: Any, args: Any = (), 
         handler = _handlers[func]
     except KeyError:
         handler = _handlers[func] = _find_handler(func)
+    if replicating.depth and func not in _not_about_values:
+        args, kwargs = plain_as_whole(args, kwargs)
     if handler is not None:
         return handler(func, args, kwargs)
     try:
         planned = _find_plan(func, args, kwargs)
+    except PlainScalarError:
+        return intercept(kind, func, types, *plain_as_whole(args, kwargs))
     except PendingWriteError:
         if not _finish_own_sum(func, args):
             raise
@@ -159,6 +170,8 @@ def _add_to_key(key: list[Any], value: Any, numbers: bool) -> None:
     elif kind is int:
         key.append(value)
     elif _platform.is_tensor(value):
+        if value.ndim == 0 and _platform.needs_grad(value):
+            raise PlainScalarError
         key.append((kind, value.ndim))
     else:
         key.append(kind)
@@ -176,8 +189,10 @@ def _add_dtypes(key: list[Any], value: Any) -> None:
 def _find_handler(func: Callable[..., Any]) -> Handler | None:
     about_graph = _platform.graph_function(func)
     if about_graph is not None:
+        _not_about_values.add(func)
         return lambda func, args, kwargs: about_graph(*args, **kwargs)
     if _platform.is_framework_service(func):
+        _not_about_values.add(func)
         return _run_service
     name = _platform.get_op_name(func)
     body = _platform.body_of(func)

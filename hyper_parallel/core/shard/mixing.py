@@ -1,12 +1,20 @@
-"""What may meet in one operator: distributed tensors of one mesh, numbers, and plain tensors without dims."""
+"""What may meet in one operator: distributed tensors of one mesh, numbers, and plain tensors without dims.
+
+Other plain tensors are an error, unless the program says that they are whole: see :class:`implicit_replication`.
+"""
 
 from __future__ import annotations
 
+import threading
+from types import TracebackType
 from typing import Any
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
+from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.platform import get_platform
+
+_platform = get_platform()
 
 
 class MixedTensorsError(RuntimeError):
@@ -20,9 +28,74 @@ class PendingWriteError(RuntimeError):
     """An in-place operator would have to change how the tensor it writes into lies."""
 
 
+class _Replicating(threading.local):
+    def __init__(self) -> None:
+        self.depth = 0
+
+
+replicating = _Replicating()
+
+
+class implicit_replication:
+    """Inside, a plain tensor that meets a distributed one is taken as whole on every rank, its gradient too.
+
+    That is true where all ranks run the same single-device code on the same inputs: masks, positions and tables that a
+    model makes for itself. It is the caller's promise; nothing is compared. Holds for its own thread only, and nests.
+    """
+
+    def __enter__(self) -> implicit_replication:
+        replicating.depth += 1
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        replicating.depth -= 1
+
+
+class PlainScalarError(RuntimeError):
+    """A plain tensor without dims that needs a gradient meets a distributed one: the call is made again with it whole.
+
+    Without that each rank would get the gradient from its own block only.
+    """
+
+
+def plain_as_whole(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with plain tensors as whole DTensors on the mesh of the first DTensor.
+
+    Those with dims only under :class:`implicit_replication`, those without only where they need a gradient.
+    """
+    with_dims = replicating.depth > 0
+
+    def is_meant(value: Any) -> bool:
+        return _platform.is_dense_tensor(value) and (with_dims if value.ndim else _platform.needs_grad(value))
+
+    has_plain, mesh = False, None
+    stack: list[Any] = [*args, *kwargs.values()]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, DTensor):
+            mesh = mesh or value.device_mesh
+        elif isinstance(value, (list, tuple)):
+            stack.extend(value)
+        elif not has_plain:
+            has_plain = is_meant(value)
+    if not has_plain or mesh is None:
+        return args, kwargs
+    found = mesh
+
+    def whole(value: Any) -> Any:
+        if isinstance(value, DTensor) or not is_meant(value):
+            return value
+        layout = Layout.of(found, ((),) * value.ndim)
+        return _platform.as_dtensor(DTensor, _platform.alias(value), layout, value.shape)
+
+    return _platform.tree_map(whole, args), _platform.tree_map(whole, kwargs)
+
+
 def refuse_plain(name: str, value: Any) -> None:
     """Raise if ``value`` is a plain tensor with dims."""
-    if get_platform().is_tensor(value) and value.ndim > 0:
+    if _platform.is_tensor(value) and value.ndim > 0:
         raise MixedTensorsError(
             f"{name}: a plain tensor of shape {tuple(value.shape)} meets a distributed one; turn it into one with "
             "distribute_tensor (every rank holds the whole) or DTensor.from_local (every rank holds its block)"

@@ -1,0 +1,1 @@
+"""Reference models for PyTorch. Like `platform/torch`, this folder imports the framework; nothing else does."""
