@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _DTENSOR = "hyper_parallel.core.dtensor"
 _SHARD = "hyper_parallel.core.shard"
+_TENSOR_PARALLEL = "hyper_parallel.core.tensor_parallel"
 _HOME_OF = {
     "get_platform": "hyper_parallel.platform",
     "DeviceMesh": f"{_DTENSOR}.device_mesh",
@@ -52,6 +53,20 @@ _HOME_OF = {
     "register_op": f"{_SHARD}.own_ops",
     "strict": f"{_SHARD}.strict_mode",
     "manual_seed": f"{_DTENSOR}.random_state",
+    "parallelize_module": f"{_TENSOR_PARALLEL}.parallelize",
+    **dict.fromkeys(
+        (
+            "ColwiseParallel",
+            "NoParallel",
+            "ParallelStyle",
+            "PrepareModuleInput",
+            "PrepareModuleInputOutput",
+            "PrepareModuleOutput",
+            "RowwiseParallel",
+            "SequenceParallel",
+        ),
+        f"{_TENSOR_PARALLEL}.style",
+    ),
 }
 
 __all__ = ["__version__", *_HOME_OF]

@@ -457,6 +457,36 @@ class Platform(ABC):
     def is_embedding_module(module: Any) -> bool:
         """Whether it is the framework's embedding."""
 
+    @classmethod
+    def linear_weight_dims(cls, module: Any) -> tuple[int, int] | None:
+        """The dims of a dense layer's ``weight`` that stand for its outputs and its inputs; None for other modules."""
+        return (0, 1) if cls.is_linear_module(module) else None
+
+    @classmethod
+    def own_parameters(cls, module: Any) -> dict[str, Any]:
+        """The parameters that belong to the module itself, by their names there; not those of modules inside it."""
+        return {name: parameter for name, parameter in cls.parameters_dict(module).items() if "." not in name}
+
+    @staticmethod
+    def install_parameter(module: Any, name: str, parameter: Any) -> None:
+        """Let ``parameter`` be the module's own parameter of that name."""
+        setattr(module, name, parameter)
+
+    @staticmethod
+    def plain_parameters_behind(tensor: Any) -> list[Any]:
+        """The plain parameters that ``tensor`` was computed from, up to where a layout changed.
+
+        Empty where a framework does not show its graph.
+        """
+        del tensor
+        return []
+
+    @staticmethod
+    def has_no_memory(tensor: Any) -> bool:
+        """Whether the tensor has a shape only, as those on :attr:`meta_device`."""
+        del tensor
+        return False
+
     @staticmethod
     @abstractmethod
     def register_forward_pre_hook(

@@ -23,10 +23,14 @@ __all__ = [
     "get_param_local_data",
     "get_param_local_shape",
     "get_param_type_size",
+    "has_no_memory",
     "init_parameters",
+    "install_parameter",
     "is_embedding_module",
     "is_linear_module",
+    "linear_weight_dims",
     "load_into_param",
+    "own_parameters",
     "parameters_dict",
     "register_forward_pre_hook",
     "register_full_backward_hook",
@@ -59,6 +63,29 @@ def is_linear_module(module: object) -> bool:
 
 def is_embedding_module(module: object) -> bool:
     return isinstance(module, nn.Embedding)
+
+
+def linear_weight_dims(module: object) -> tuple[int, int] | None:
+    """The dims of ``weight`` for outputs and inputs; Hugging Face's ``Conv1D`` is a linear layer with them swapped."""
+    if isinstance(module, nn.Linear):
+        return 0, 1
+    kind = type(module)
+    return (1, 0) if kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils" else None
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of the module itself, by their names there."""
+    return dict(module.named_parameters(recurse=False, remove_duplicate=False))
+
+
+def install_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Let ``parameter`` be the module's own parameter of that name."""
+    module.register_parameter(name, parameter)
+
+
+def has_no_memory(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is on the meta device."""
+    return tensor.is_meta
 
 
 def register_forward_pre_hook(

@@ -26,6 +26,7 @@ from hyper_parallel.platform.torch import (
     modules,
     optimizer_state,
     overlap,
+    parameter_uses,
     python_bodies,
     random_state,
     state,
@@ -139,6 +140,11 @@ class TorchPlatform(Platform):
     get_param_type_size = staticmethod(modules.get_param_type_size)
     is_linear_module = staticmethod(modules.is_linear_module)
     is_embedding_module = staticmethod(modules.is_embedding_module)
+    linear_weight_dims = staticmethod(modules.linear_weight_dims)
+    own_parameters = staticmethod(modules.own_parameters)
+    install_parameter = staticmethod(modules.install_parameter)
+    plain_parameters_behind = staticmethod(parameter_uses.plain_parameters_behind)
+    has_no_memory = staticmethod(modules.has_no_memory)
     register_forward_pre_hook = staticmethod(modules.register_forward_pre_hook)
     register_full_backward_hook = staticmethod(modules.register_full_backward_hook)
     register_full_backward_pre_hook = staticmethod(modules.register_full_backward_pre_hook)

@@ -1,0 +1,154 @@
+"""Where a parallel module begins and ends: plain tensors become distributed ones, and plain again behind it.
+
+Note [One edge for q, k and v]
+Plain code hands one tensor to three projections, and each makes a distributed tensor of it. If these were three, the
+gradients would be summed over the ranks three times. So a computed tensor remembers what was made of it, by layout,
+until it is written to; and a plain tensor that left a module remembers the distributed one it was, so that its gather
+and a sum behind it become one reduce-scatter. A leaf does not remember: it would be kept alive by its own edge.
+
+Note [Lengths of blocks]
+A plain block does not tell how long the whole is. Blocks that left a module with a distributed length leave it behind:
+a later block of the same length and cut, such as the residual stream of sequence parallelism, has it too. What nothing
+is known about is taken to be cut evenly, and the ranks compare their sizes behind the program's back.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hyper_parallel.core.dtensor.autograd_edges import FromLocal
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+from hyper_parallel.core.dtensor.distributed_tensor import DTensor
+from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.dtensor.placement_types import Placement
+from hyper_parallel.core.tensor_parallel.plain_parameters import refuse_cut_uses
+from hyper_parallel.platform import get_platform
+
+_platform = get_platform()
+_MEMORY = "_hyper_parallel_wrapped"
+_MAX_LENGTHS = 4096
+
+# (mesh, axes that cut) and the length of this rank's block -> the length of the whole, as it last left a module.
+_lengths: dict[tuple[DeviceMesh, tuple[int, ...], int], int] = {}
+
+
+class Entry:
+    """A value on its way into a module: taken to lie under ``given`` when it is plain, moved to ``wanted``.
+
+    Without ``given`` a plain value stays plain; without ``wanted`` a value stays where it lies.
+    """
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        given: tuple[Placement, ...] | None,
+        wanted: tuple[Placement, ...] | None,
+        where: str,
+        lengths: dict[int, int] | None = None,
+    ) -> None:
+        self.mesh, self.given, self.wanted, self.where = mesh, given, wanted, where
+        self.lengths = lengths or {}  # dim -> length of the whole, where the module knows it
+        self._layouts: dict[tuple[Any, int], Layout] = {}
+        self._is_checked = False
+
+    def __call__(self, value: Any) -> Any:
+        if not isinstance(value, DTensor):
+            if self.given is None or not _platform.is_tensor(value):
+                return value
+            value = self._wrap(value)
+        elif value.device_mesh is not self.mesh and value.device_mesh != self.mesh:
+            raise ValueError(
+                f"{self.where}: the input lies on {value.device_mesh}, but the module was cut over {self.mesh}; "
+                "redistribute it, or parallelize both on one mesh"
+            )
+        if self.wanted is None:
+            return value
+        target = self._layout(self.wanted, value.ndim)
+        return value if value._layout is target else value.redistribute(self.mesh, target)
+
+    def _layout(self, placements: tuple[Placement, ...], ndim: int) -> Layout:
+        try:
+            return self._layouts[placements, ndim]
+        except KeyError:
+            pass
+        try:
+            layout = Layout.from_placements(self.mesh, placements, ndim)
+        except ValueError as error:
+            raise ValueError(f"{self.where}: {error}") from None
+        self._layouts[placements, ndim] = layout
+        return layout
+
+    def _wrap(self, plain: Any) -> DTensor:
+        assert self.given is not None
+        layout = self._layout(self.given, plain.ndim)
+        memory = plain.__dict__.get(_MEMORY)
+        if memory is not None:
+            remembered, version = memory.get(layout, (None, None))
+            if remembered is not None and version == plain._version:
+                return remembered
+        needs_grad = _platform.needs_grad(plain)
+        if needs_grad and not self._is_checked and not layout.is_replicated:
+            refuse_cut_uses(plain, layout, self.where)
+            self._is_checked = True
+        shape = self._global_shape(plain, layout)
+        if shape is None or not needs_grad or plain.is_leaf:
+            return DTensor.from_local(plain, self.mesh, layout, shape=shape)
+        self._check_block(plain, layout, shape)
+        lawful = layout.gradient()
+        wrapped = _platform.as_dtensor(DTensor, FromLocal.apply(plain, lawful, lawful, shape), layout, shape)
+        if memory is None:
+            memory = {}
+            setattr(plain, _MEMORY, memory)
+        memory[layout] = (wrapped, plain._version)
+        return wrapped
+
+    def _global_shape(self, plain: Any, layout: Layout) -> tuple[int, ...] | None:
+        """The shape of the whole; None when it is not known."""
+        if layout.is_replicated:
+            return tuple(plain.shape)
+        shape = list(plain.shape)
+        for dim, axes in enumerate(layout.cuts):
+            if axes:
+                length = self.lengths.get(dim - layout.ndim)
+                if length is None:
+                    length = _lengths.get((self.mesh, axes, shape[dim]))
+                if length is None:
+                    return None
+                shape[dim] = length
+        return tuple(shape)
+
+    def _check_block(self, plain: Any, layout: Layout, shape: tuple[int, ...]) -> None:
+        expected = layout.local_shape(shape)
+        if tuple(plain.shape) != expected:
+            raise ValueError(
+                f"{self.where}: a tensor of shape {shape} under {layout} has a block of shape {expected} on rank "
+                f"{self.mesh.get_rank()}, got a plain tensor of shape {tuple(plain.shape)}"
+            )
+
+
+class Exit:
+    """A value on its way out of a module: moved to ``wanted`` (None: as it lies), and plain if ``local``."""
+
+    def __init__(self, mesh: DeviceMesh, wanted: tuple[Placement, ...] | None, local: bool, where: str) -> None:
+        self.local = local
+        self._move = Entry(mesh, None, wanted, where)
+
+    def __call__(self, value: Any) -> Any:
+        if not isinstance(value, DTensor):
+            return value
+        value = self._move(value)
+        return leave(value) if self.local else value
+
+
+def leave(value: DTensor) -> Any:
+    """This rank's block as a plain tensor that remembers what it was."""
+    plain = value.to_local()
+    layout = value._layout
+    for size, length, axes in zip(plain.shape, value._global_shape, layout.cuts, strict=True):
+        if axes:
+            if len(_lengths) >= _MAX_LENGTHS:
+                _lengths.clear()
+            _lengths[layout.mesh, axes, size] = length
+    if _platform.needs_grad(plain) and not value.is_leaf:
+        setattr(plain, _MEMORY, {layout: (value, plain._version)})
+    return plain

@@ -1,0 +1,35 @@
+"""Which plain parameters a tensor was computed from, read from PyTorch's graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hyper_parallel.platform.torch.dtensor_base import DTensorBase
+
+_OWN_EDGES = "hyper_parallel."
+
+
+def plain_parameters_behind(tensor: torch.Tensor) -> list[torch.nn.Parameter]:
+    """The plain parameters from which a way leads to ``tensor`` that no edge of ours lies on."""
+    found: dict[int, torch.nn.Parameter] = {}
+    seen: set[Any] = set()
+    ahead = [tensor.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)  # of the node that adds to a leaf's gradient
+        if isinstance(leaf, torch.nn.Parameter) and not isinstance(leaf, DTensorBase):
+            found[id(leaf)] = leaf
+        elif not _is_own_edge(node):
+            ahead.extend(following for following, _ in node.next_functions)
+    return list(found.values())
+
+
+def _is_own_edge(node: Any) -> bool:
+    # Of an autograd function written in Python the node's class keeps the function; there is no public name for it.
+    function = getattr(type(node), "_forward_cls", None)
+    return function is not None and function.__module__.startswith(_OWN_EDGES)
