@@ -649,8 +649,8 @@ class Platform(ABC):
 
     @staticmethod
     @abstractmethod
-    def let_foreach_take(kind: Any) -> Any:
-        """Let the framework's optimizers use their operators on lists for tensors of ``kind``."""
+    def let_optimizers_take(kind: Any) -> Any:
+        """Let the framework's optimizers step on tensors of ``kind`` as cheaply as on plain ones."""
 
     @staticmethod
     @abstractmethod

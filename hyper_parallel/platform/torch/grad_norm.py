@@ -22,7 +22,6 @@ __all__ = [
     "complete_norms",
     "finished_norm",
     "get_total_norm",
-    "let_foreach_take",
     "set_whole_norms",
 ]
 
@@ -204,14 +203,3 @@ def _use_foreach(group: list[torch.Tensor], device: torch.device, foreach: bool 
     if foreach is None:
         return device.type not in _DEVICES_WITHOUT_FOREACH and all(type(t) is torch.Tensor for t in group)
     return foreach
-
-
-def let_foreach_take(kind: type) -> None:
-    """Let ``torch.optim`` and ``torch.nn.utils`` use list operators for tensors of ``kind``, as for plain ones."""
-    # The lists have no public name; torch enters its own distributed tensor into the same two.
-    from torch.optim import optimizer
-    from torch.utils import _foreach_utils
-
-    for supported in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
-        if kind not in supported:
-            supported.append(kind)

@@ -25,6 +25,7 @@ from hyper_parallel.platform.torch import (
     micro_batch,
     modules,
     optimizer_state,
+    optimizer_steps,
     overlap,
     parameter_uses,
     python_bodies,
@@ -195,7 +196,7 @@ class TorchPlatform(Platform):
     complete_norms = staticmethod(grad_norm.complete_norms)
     finished_norm = staticmethod(grad_norm.finished_norm)
     set_whole_norms = staticmethod(grad_norm.set_whole_norms)
-    let_foreach_take = staticmethod(grad_norm.let_foreach_take)
+    let_optimizers_take = staticmethod(optimizer_steps.let_optimizers_take)
 
     # one-sided memory
     get_symmetric_memory_handler = staticmethod(symmetric_memory.get_symmetric_memory_handler)
