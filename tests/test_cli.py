@@ -24,20 +24,44 @@ ROOT = Path(__file__).parent.parent
 SCRIPT = Path(sys.executable).parent / "hyper-parallel"
 
 
-def _run(*command, timeout=240, **variables):
-    """Run a command without a terminal and without the caller's choice of platform."""
+def _start(*command, **variables):
+    """Start a command without a terminal and without the caller's choice of platform."""
     inherited = {
         name: value
         for name, value in os.environ.items()
         if name not in ("HYPER_PARALLEL_PLATFORM", "RANK", "WORLD_SIZE", "FORCE_COLOR", "TTY_COMPATIBLE")
     }
-    return subprocess.run(
+    return subprocess.Popen(
         [str(part) for part in command],
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=timeout,
         env={**inherited, **variables},
     )
+
+
+def _finish(process):
+    stdout, stderr = process.communicate(timeout=300)
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+
+
+def _run(*command, **variables):
+    return _finish(_start(*command, **variables))
+
+
+@pytest.fixture(scope="module")
+def doctors():
+    """What doctor says in plain text, to programs and about an unknown platform, asked side by side."""
+    started = {
+        "text": _start(SCRIPT, "doctor", HYPER_PARALLEL_PLATFORM="Torch"),
+        "json": _start(SCRIPT, "doctor", "--json", "--probe", HYPER_PARALLEL_PLATFORM="torch"),
+        "unknown": _start(SCRIPT, "doctor", HYPER_PARALLEL_PLATFORM="jax"),
+    }
+    try:
+        yield {name: _finish(process) for name, process in started.items()}
+    finally:
+        for process in started.values():
+            process.kill()
 
 
 def _make_environment(folder, without=()):
@@ -87,8 +111,8 @@ def test_command_line_imports_no_framework():
     assert done.stdout == "[]\n", done.stderr
 
 
-def test_doctor_reports_a_usable_platform_in_plain_text():
-    done = _run(SCRIPT, "doctor", HYPER_PARALLEL_PLATFORM="Torch")
+def test_doctor_reports_a_usable_platform_in_plain_text(doctors):
+    done = doctors["text"]
     assert done.returncode == 0, done.stdout + done.stderr
     assert "\x1b" not in done.stdout
     lines = [line.split(maxsplit=1) for line in done.stdout.splitlines()]
@@ -99,8 +123,8 @@ def test_doctor_reports_a_usable_platform_in_plain_text():
         assert any(line[0] == label for line in lines), label
 
 
-def test_doctor_json_says_the_same_for_programs_and_probe_sums_over_two_processes():
-    done = _run(SCRIPT, "doctor", "--json", "--probe", HYPER_PARALLEL_PLATFORM="torch")
+def test_doctor_json_says_the_same_for_programs_and_probe_sums_over_two_processes(doctors):
+    done = doctors["json"]
     report = json.loads(done.stdout)
     assert done.returncode == 0
     assert report["platform"]["chosen"] == "torch"
@@ -114,8 +138,8 @@ def test_doctor_json_says_the_same_for_programs_and_probe_sums_over_two_processe
     assert not [problem for problem in report["problems"] if problem["severity"] == "error"]
 
 
-def test_doctor_names_the_fix_for_an_unknown_platform():
-    done = _run(SCRIPT, "doctor", HYPER_PARALLEL_PLATFORM="jax")
+def test_doctor_names_the_fix_for_an_unknown_platform(doctors):
+    done = doctors["unknown"]
     assert done.returncode == 1
     assert "HYPER_PARALLEL_PLATFORM='jax' is neither 'torch' nor 'mindspore'" in done.stdout
     assert "fix: export HYPER_PARALLEL_PLATFORM=torch" in done.stdout
