@@ -29,7 +29,7 @@ _FLOORS = [
     ],
     ["models"],
     ["plans", "draw"],
-    [""],  # `hyper_parallel/__init__.py`, the public API.
+    ["", "checkpoint"],  # `hyper_parallel/__init__.py`, the public API, and the short names for checkpoints.
     ["trainer"],
     ["cli"],
 ]

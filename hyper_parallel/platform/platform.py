@@ -626,6 +626,23 @@ class Platform(ABC):
         """Let the optimizer keep copies of these slots for a parameter; None: as before its first step."""
         raise TypeError(f"a {type(optimizer).__name__} does not take what it keeps for a parameter")
 
+    def raw_array(self, tensor: Any) -> Any:
+        """The bits of the tensor (of a DTensor: of its block) as a numpy array of unsigned integers, of its shape.
+
+        The same memory where that is the host's, else a copy. What numpy knows by itself works without an override.
+        """
+        array = self.tensor_to_numpy(tensor)
+        size = self.get_element_size(tensor)
+        if array.dtype.itemsize != size:
+            raise TypeError(f"dtype {self.dtype_name(tensor.dtype)} has no raw bits on this platform")
+        return array.view("V16" if size == 16 else f"u{size}")
+
+    def set_raw(self, tensor: Any, array: Any) -> None:
+        """Give the tensor (a DTensor: its block) these bits, unless ``array`` is its own memory already."""
+        own = self.raw_array(tensor)
+        if own.__array_interface__["data"][0] != array.__array_interface__["data"][0]:
+            own[...] = array
+
     @staticmethod
     @abstractmethod
     def no_grad() -> Any:

@@ -30,6 +30,7 @@ from hyper_parallel.platform.torch import (
     parameter_uses,
     python_bodies,
     random_state,
+    raw_bits,
     state,
     symmetric_memory,
     tensors,
@@ -190,6 +191,8 @@ class TorchPlatform(Platform):
     optimizer_slots = staticmethod(optimizer_state.optimizer_slots)
     blank_optimizer_slots = staticmethod(optimizer_state.blank_optimizer_slots)
     set_optimizer_slots = staticmethod(optimizer_state.set_optimizer_slots)
+    raw_array = staticmethod(raw_bits.raw_array)  # type: ignore[assignment]
+    set_raw = staticmethod(raw_bits.set_raw)  # type: ignore[assignment]
     clip_grad_norm_ = staticmethod(grad_norm.clip_grad_norm_)
     get_total_norm = staticmethod(grad_norm.get_total_norm)
     block_norms = staticmethod(grad_norm.block_norms)

@@ -1,0 +1,193 @@
+"""Checkpoints in a directory of a file system.
+
+Note [A checkpoint is whole or absent]
+Data files get names of their own for every save, so nothing that exists is ever written to. Every rank writes and
+fsyncs its files and the directory; then the coordinator writes the metadata aside, fsyncs it, and renames it to
+``metadata.json``. That one rename is the commit: before it the directory holds the previous checkpoint (or none) and
+some files that no metadata names, after it the new one and files of the old. Either kind of leftover is removed by the
+save itself, or, if it was killed, by the next save here or in a sister directory. A living save holds a lock, which the
+kernel drops with the process, so work in progress is never taken for a leftover.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from hyper_parallel.core.distributed_checkpoint.cleanup import remove_leftovers
+from hyper_parallel.core.distributed_checkpoint.errors import CorruptCheckpointError
+from hyper_parallel.core.distributed_checkpoint.file_names import aside_file_name, is_data_file, lock_file_name
+from hyper_parallel.core.distributed_checkpoint.storage import (
+    DEFAULT_SHARD_BYTES,
+    METADATA_FILE,
+    Buffer,
+    CheckpointId,
+    StorageReader,
+    StorageWriter,
+)
+
+_MAX_BUFFERS = 1024  # of one writev
+
+
+def local_path(checkpoint_id: CheckpointId) -> Path:
+    """The directory that a path or a ``file://`` URL means."""
+    text = os.fspath(checkpoint_id)
+    return Path(text.removeprefix("file://")) if isinstance(text, str) else Path(os.fsdecode(text))
+
+
+class FileSystemWriter(StorageWriter):
+    """Writes to a directory; see Note [A checkpoint is whole or absent].
+
+    ``sync=False`` leaves flushing to the system: faster, and a power failure may then lose a checkpoint.
+    """
+
+    def __init__(self, *, max_shard_bytes: int = DEFAULT_SHARD_BYTES, sync: bool = True) -> None:
+        if max_shard_bytes < 1:
+            raise ValueError(f"max_shard_bytes must be at least 1, got {max_shard_bytes}")
+        self.max_shard_bytes = max_shard_bytes
+        self._sync = sync
+        self._lock: tuple[Path, int] | None = None
+
+    def open(self, checkpoint_id: CheckpointId) -> None:
+        self._root = local_path(checkpoint_id)
+        if self._root.exists() and not self._root.is_dir():
+            raise NotADirectoryError(f"a checkpoint is a directory, and '{self._root}' is a file; give another name")
+        self._root.mkdir(parents=True, exist_ok=True)
+
+    def begin(self, save_name: str) -> None:
+        remove_leftovers(self._root)
+        path = self._root / lock_file_name(save_name)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        self._lock = (path, descriptor)
+        self._save_name = save_name
+
+    def write_file(self, name: str, buffers: Sequence[Buffer]) -> None:
+        path = self._root / name
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+            try:
+                _write_all(descriptor, buffers)
+                if self._sync:
+                    os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                path.unlink()
+            raise OSError(error.errno, f"cannot write the checkpoint file '{path}': {error.strerror}") from error
+
+    def flush(self) -> None:
+        if self._sync:
+            _fsync(self._root)
+
+    def commit(self, metadata: bytes, files: Iterable[str]) -> None:
+        aside = self._root / aside_file_name(self._save_name)
+        self.write_file(aside.name, [metadata])
+        if self._sync:
+            _fsync(self._root)
+        os.replace(aside, self._root / METADATA_FILE)
+        if self._sync:
+            _fsync(self._root)
+            _fsync(self._root.parent)
+        self.discard([name for name in os.listdir(self._root) if is_data_file(name) and name not in set(files)])
+
+    def discard(self, names: Iterable[str]) -> None:
+        try:
+            committed = (self._root / METADATA_FILE).read_bytes()
+        except OSError:
+            committed = b""
+        for name in names:
+            if name.encode() not in committed:  # The commit may have failed in its very last step.
+                with contextlib.suppress(OSError):
+                    os.unlink(self._root / name)
+        with contextlib.suppress(OSError):  # A save that failed leaves no empty directory.
+            self._root.rmdir()
+
+    def end(self) -> None:
+        if self._lock is None:
+            return
+        path, descriptor = self._lock
+        self._lock = None
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        os.close(descriptor)
+        with contextlib.suppress(OSError):  # A save that failed leaves no empty directory.
+            self._root.rmdir()
+
+
+class FileSystemReader(StorageReader):
+    """Reads from a directory, through memory maps.
+
+    ``reads_are_dear`` makes replicas travel between the ranks instead of being read by each. By default that is so
+    when the job spans several hosts, as ``LOCAL_WORLD_SIZE`` and ``WORLD_SIZE`` say: on one host the second read of a
+    file comes from memory.
+    """
+
+    def __init__(self, *, reads_are_dear: bool | None = None) -> None:
+        if reads_are_dear is None:
+            here, world = (os.environ.get(name, "") for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
+            reads_are_dear = here.isdecimal() and world.isdecimal() and int(here) < int(world)
+        self.reads_are_dear = reads_are_dear
+        self._maps: dict[str, tuple[mmap.mmap | None, memoryview]] = {}
+
+    def open(self, checkpoint_id: CheckpointId) -> None:
+        self._root = local_path(checkpoint_id)
+
+    def read_metadata(self) -> bytes:
+        return (self._root / METADATA_FILE).read_bytes()
+
+    def size(self, name: str) -> int:
+        return os.stat(self._root / name).st_size
+
+    def view(self, name: str, start: int, length: int) -> memoryview:
+        if name not in self._maps:
+            self._maps[name] = self._map(name)
+        view = self._maps[name][1][start : start + length]
+        if len(view) != length:
+            raise CorruptCheckpointError(
+                f"'{self._root / name}' ends at byte {start + len(view)} where {start + length} are expected; it was "
+                "cut short. Load another checkpoint"
+            )
+        return view
+
+    def _map(self, name: str) -> tuple[mmap.mmap | None, memoryview]:
+        with open(self._root / name, "rb") as file:
+            if os.fstat(file.fileno()).st_size == 0:
+                return None, memoryview(b"")
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        return mapped, memoryview(mapped)
+
+    def close(self) -> None:
+        for mapped, view in self._maps.values():
+            with contextlib.suppress(BufferError):  # Someone still looks at it: the map ends with the last look.
+                view.release()
+                if mapped is not None:
+                    mapped.close()
+        self._maps.clear()
+
+
+def _write_all(descriptor: int, buffers: Sequence[Buffer]) -> None:
+    views = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
+    at = 0
+    while at < len(views):
+        batch = views[at : at + _MAX_BUFFERS]
+        written = os.writev(descriptor, batch)
+        for view in batch:
+            if written < len(view):
+                views[at] = view[written:]
+                break
+            written -= len(view)
+            at += 1
+
+
+def _fsync(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

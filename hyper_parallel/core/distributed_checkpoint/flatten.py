@@ -1,0 +1,68 @@
+"""A nested state dict as flat names: ``{"model": {"w": tensor}, "step": 3}`` holds ``model.w`` and ``step``.
+
+Dicts and lists are entered where there is a tensor inside; what holds no tensor is one object, whatever it is made of.
+So the state to load into may have any placeholder for an object, ``None`` for instance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from hyper_parallel.platform import get_platform
+
+
+class Leaf(NamedTuple):
+    """A tensor or an object, and where it is: ``container[place]``."""
+
+    value: Any
+    container: Any
+    place: Any
+    is_tensor: bool
+
+
+def flatten(state_dict: Mapping[str, Any]) -> dict[str, Leaf]:
+    """The leaves by name, in the order of the state dict."""
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"a state dict is a dict by name, got {type(state_dict).__name__}")
+    is_tensor = get_platform().is_tensor
+    leaves: dict[str, Leaf] = {}
+    for place, value in state_dict.items():
+        if not isinstance(place, str):
+            raise TypeError(f"the names in a state dict are strings, got {place!r} of type {type(place).__name__}")
+        if is_tensor(value):
+            _add(leaves, place, Leaf(value, state_dict, place, True))
+        else:
+            for name, leaf in _walk(place, value, state_dict, place, is_tensor)[1]:
+                _add(leaves, name, leaf)
+    return leaves
+
+
+def _add(leaves: dict[str, Leaf], name: str, leaf: Leaf) -> None:
+    if name in leaves:
+        raise ValueError(f"two entries of the state dict are both called '{name}' when flattened; rename one of them")
+    leaves[name] = leaf
+
+
+def _walk(name: str, value: Any, container: Any, place: Any, is_tensor: Any) -> tuple[bool, list[tuple[str, Leaf]]]:
+    """Whether there is a tensor inside of the dicts and lists here, and the leaves."""
+    if is_tensor(value):
+        return True, [(name, Leaf(value, container, place, True))]
+    if isinstance(value, dict):
+        children: Any = value.items()
+    elif type(value) is list:
+        children = enumerate(value)
+    else:
+        children = ()
+    found = False
+    leaves: list[tuple[str, Leaf]] = []
+    for key, item in children:
+        has_tensor, inner = _walk(f"{name}.{key}", item, value, key, is_tensor)
+        found |= has_tensor
+        leaves += inner
+    return (True, leaves) if found else (False, [(name, Leaf(value, container, place, False))])
+
+
+def is_stateful(value: Any) -> bool:
+    """Whether ``value`` gives and takes its state by itself, as models and optimizers do."""
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))

@@ -1,0 +1,112 @@
+"""Checkpoints at any URL that fsspec knows: object stores, remote file systems, ``memory://``.
+
+The commit is the same as in a directory: the metadata file appears last, moved into place from aside, which stores do
+at once. There are no locks far away: leftovers of a killed save are removed when the next save to the same URL commits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import fsspec
+
+from hyper_parallel.core.distributed_checkpoint.errors import CorruptCheckpointError
+from hyper_parallel.core.distributed_checkpoint.file_names import aside_file_name, save_of
+from hyper_parallel.core.distributed_checkpoint.storage import (
+    DEFAULT_SHARD_BYTES,
+    METADATA_FILE,
+    Buffer,
+    CheckpointId,
+    StorageReader,
+    StorageWriter,
+)
+
+
+class FsspecWriter(StorageWriter):
+    """Writes to a URL. ``storage_options`` go to the file system, credentials for instance."""
+
+    def __init__(self, *, max_shard_bytes: int = DEFAULT_SHARD_BYTES, **storage_options: Any) -> None:
+        if max_shard_bytes < 1:
+            raise ValueError(f"max_shard_bytes must be at least 1, got {max_shard_bytes}")
+        self.max_shard_bytes = max_shard_bytes
+        self._options = storage_options
+        self._save_name: str | None = None
+
+    def open(self, checkpoint_id: CheckpointId) -> None:
+        self._fs, root = fsspec.core.url_to_fs(os.fspath(checkpoint_id), **self._options)
+        self._root = root.rstrip("/")
+        self._fs.makedirs(self._root, exist_ok=True)
+
+    def begin(self, save_name: str) -> None:
+        self._save_name = save_name
+
+    def write_file(self, name: str, buffers: Sequence[Buffer]) -> None:
+        path = f"{self._root}/{name}"
+        try:
+            with self._fs.open(path, "wb") as file:
+                for buffer in buffers:
+                    file.write(memoryview(buffer).cast("B") if len(buffer) else b"")
+        except OSError as error:
+            self.discard([name])
+            raise OSError(error.errno, f"cannot write the checkpoint file '{path}': {error}") from error
+
+    def flush(self) -> None:
+        pass
+
+    def commit(self, metadata: bytes, files: Iterable[str]) -> None:
+        assert self._save_name is not None
+        aside = aside_file_name(self._save_name)
+        self.write_file(aside, [metadata])
+        self._fs.mv(f"{self._root}/{aside}", f"{self._root}/{METADATA_FILE}")
+        needed = set(files)
+        self._fs.invalidate_cache(self._root)
+        names = [path.rstrip("/").rpartition("/")[2] for path in self._fs.ls(self._root, detail=False)]
+        self.discard([name for name in names if save_of(name) is not None and name not in needed])
+
+    def discard(self, names: Iterable[str]) -> None:
+        try:
+            committed = self._fs.cat_file(f"{self._root}/{METADATA_FILE}")
+        except Exception:
+            committed = b""
+        for name in names:
+            if name.encode() not in committed:
+                with contextlib.suppress(Exception):
+                    self._fs.rm_file(f"{self._root}/{name}")
+
+    def end(self) -> None:
+        self._save_name = None
+
+
+class FsspecReader(StorageReader):
+    """Reads from a URL. Replicas are read once and travel between the ranks (``reads_are_dear``)."""
+
+    def __init__(self, *, reads_are_dear: bool = True, **storage_options: Any) -> None:
+        self.reads_are_dear = reads_are_dear
+        self._options = storage_options
+
+    def open(self, checkpoint_id: CheckpointId) -> None:
+        self._fs, root = fsspec.core.url_to_fs(os.fspath(checkpoint_id), **self._options)
+        self._root = root.rstrip("/")
+
+    def read_metadata(self) -> bytes:
+        return self._fs.cat_file(f"{self._root}/{METADATA_FILE}")
+
+    def size(self, name: str) -> int:
+        return int(self._fs.size(f"{self._root}/{name}"))
+
+    def view(self, name: str, start: int, length: int) -> memoryview:
+        if length == 0:
+            return memoryview(b"")
+        data = self._fs.cat_file(f"{self._root}/{name}", start=start, end=start + length)
+        if len(data) != length:
+            raise CorruptCheckpointError(
+                f"'{self._root}/{name}' gave {len(data)} bytes from {start} where {length} are expected; it was cut "
+                "short. Load another checkpoint"
+            )
+        return memoryview(data)
+
+    def close(self) -> None:
+        pass

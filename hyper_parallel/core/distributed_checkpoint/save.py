@@ -1,0 +1,193 @@
+"""Saving: plan, stage the bytes, write files, agree, commit. Each step is a function, so that others can put them
+together differently; :func:`save` runs them in a row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hyper_parallel.core.distributed_checkpoint.agreement import Agreement, make_agreement
+from hyper_parallel.core.distributed_checkpoint.chunks import Specs
+from hyper_parallel.core.distributed_checkpoint.errors import LostRankError
+from hyper_parallel.core.distributed_checkpoint.file_names import new_save_name
+from hyper_parallel.core.distributed_checkpoint.flatten import is_stateful
+from hyper_parallel.core.distributed_checkpoint.index_file import encode_index
+from hyper_parallel.core.distributed_checkpoint.make_index import index_by_arithmetic, index_of_plans
+from hyper_parallel.core.distributed_checkpoint.merge_specs import alone, merge_specs
+from hyper_parallel.core.distributed_checkpoint.metadata import Metadata
+from hyper_parallel.core.distributed_checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from hyper_parallel.core.distributed_checkpoint.shard_file import RankReport, StagedItem, as_buffer, write_shards
+from hyper_parallel.core.distributed_checkpoint.standard_planner import StandardSavePlanner
+from hyper_parallel.core.distributed_checkpoint.storage import CheckpointId, StorageWriter, default_writer
+from hyper_parallel.platform import get_platform
+
+
+def save(
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: CheckpointId,
+    storage_writer: StorageWriter | None = None,
+    planner: SavePlanner | None = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+) -> Metadata:
+    """Write a checkpoint; every rank calls it with its own part of the state.
+
+    ``state_dict`` holds tensors, distributed tensors and plain data, nested in dicts and lists as you like; values with
+    ``state_dict()`` and ``load_state_dict()`` are asked for theirs. Plain tensors and objects are taken to be equal on
+    all ranks that have them, and written once. ``checkpoint_id`` is a directory, or a URL that fsspec knows.
+
+    When it returns the checkpoint is there, whole and on disk; if it raises, on any rank, it raises on all, and a
+    previous checkpoint of that name is untouched. ``no_dist`` saves what this process holds, alone. With
+    ``use_collectives=False`` the ranks agree through files in the checkpoint's directory instead of the process group.
+    """
+    agreement = make_agreement(no_dist, use_collectives, checkpoint_id, "save")
+    prepared = prepare_save(state_dict, checkpoint_id, storage_writer, planner, agreement)
+    return write_and_commit(prepared, lambda: stage(prepared))
+
+
+@dataclass
+class PreparedSave:
+    """A save that is planned on every rank, and of which nothing is written yet."""
+
+    agreement: Agreement
+    writer: StorageWriter
+    planner: SavePlanner
+    save_name: str
+    plan: SavePlan
+    specs: Specs | None  # What all ranks hold; None: the plans were gathered instead.
+    all_plans: list[SavePlan] | None = None
+    metadata: Metadata | None = None
+
+
+def prepare_save(
+    state_dict: dict[str, Any],
+    checkpoint_id: CheckpointId,
+    storage_writer: StorageWriter | None,
+    planner: SavePlanner | None,
+    agreement: Agreement,
+) -> PreparedSave:
+    """Plan on every rank, and open the place to write to."""
+    planner = planner if planner is not None else StandardSavePlanner()
+    writer = storage_writer if storage_writer is not None else default_writer(checkpoint_id)
+
+    def look() -> Any:
+        state = {key: value.state_dict() if is_stateful(value) else value for key, value in state_dict.items()}
+        planner.configure_planner(
+            state,
+            rank=agreement.rank,
+            world_size=agreement.world_size,
+            is_coordinator=agreement.is_coordinator,
+        )
+        writer.open(checkpoint_id)
+        if planner.needs_global_plan:
+            return planner.build_local_plan()
+        if agreement.world_size == 1:
+            planner.set_specs(alone(planner.specs, get_platform().get_rank()))  # type: ignore[attr-defined]
+        return fingerprint(planner.specs)  # type: ignore[attr-defined]
+
+    gathered: dict[str, Any] = {}
+
+    def open_save(values: list[Any]) -> list[Any]:
+        save_name = new_save_name()
+        writer.begin(save_name)
+        if planner.needs_global_plan:
+            plans, gathered["metadata"] = planner.build_global_plan(values)
+            gathered["plans"] = plans
+            return [(save_name, plan) for plan in plans]
+        return [(save_name, len(set(values)) == 1)] * len(values)
+
+    try:
+        save_name, answer = agreement.round("saving (planning)", look, open_save, one_each=True)
+        if planner.needs_global_plan:
+            plan = planner.finalize_plan(answer)
+            return PreparedSave(
+                agreement, writer, planner, save_name, plan, None, gathered.get("plans"), gathered.get("metadata")
+            )
+        assert isinstance(planner, StandardSavePlanner)
+        if not answer:  # The ranks hold different things: one more message, so that each knows who holds what.
+            planner.set_specs(agreement.round("saving (planning)", lambda: planner.specs, merge_specs))
+        plan = planner.finalize_plan(planner.build_local_plan())
+        return PreparedSave(agreement, writer, planner, save_name, plan, planner.specs)
+    except BaseException:
+        writer.end()
+        raise
+
+
+def stage(prepared: PreparedSave) -> list[StagedItem]:
+    """The bytes of this rank's items, by reference where they lie in the host's memory."""
+    return [_staged(item, prepared.planner) for item in prepared.plan.items]
+
+
+def _staged(item: WriteItem, planner: SavePlanner) -> StagedItem:
+    data = planner.get_data(item)
+    if item.type is WriteItemType.BYTE_IO:
+        data = bytes(data.getbuffer()) if hasattr(data, "getbuffer") else data
+        encoding = planner.encoding_of(item.index.fqn) if hasattr(planner, "encoding_of") else "json"
+        return StagedItem(item.index, "uint8", (len(data),), data, encoding)
+    array = data if isinstance(data, np.ndarray) else get_platform().raw_array(data)
+    tensor_data = item.tensor_data
+    properties = tensor_data["properties"] if isinstance(tensor_data, dict) else tensor_data.properties
+    buffer = as_buffer(array)
+    if len(buffer) != item.tensor_storage_size():
+        raise ValueError(
+            f"the planner gave {len(buffer)} bytes for {item.index}, whose chunk has {item.tensor_storage_size()}"
+        )
+    return StagedItem(item.index, properties.dtype, tuple(array.shape), buffer)
+
+
+def write_and_commit(prepared: PreparedSave, staged: Any) -> Metadata:
+    """Write what ``staged()`` gives, agree with the other ranks, and commit; or leave nothing behind."""
+    written: list[str] = []
+
+    def write() -> RankReport:
+        return write_shards(prepared.writer, prepared.save_name, prepared.agreement.rank, staged(), written)
+
+    try:
+        return finish_save(prepared, write)
+    except LostRankError:
+        raise  # The coordinator may have committed before it went: leave the files, the next save cleans up.
+    except BaseException:
+        prepared.writer.discard(written)
+        raise
+    finally:
+        prepared.writer.end()
+
+
+def finish_save(prepared: PreparedSave, write: Any) -> Metadata:
+    """The agreement at the end: all ranks have written, so the coordinator commits."""
+    made: list[Metadata] = []
+
+    def commit(reports: list[RankReport]) -> None:
+        if prepared.specs is not None:
+            index = index_by_arithmetic(prepared.specs, reports)
+        else:
+            assert prepared.all_plans is not None and prepared.metadata is not None
+            index = index_of_plans(prepared.all_plans, prepared.metadata, reports)
+        prepared.writer.commit(encode_index(index), [file.name for file in index.files])
+        made.append(index.metadata())
+
+    prepared.agreement.round("saving", write, commit)
+    if made:
+        return made[0]
+    if prepared.specs is None:
+        return Metadata(world_size=prepared.agreement.world_size)
+    return index_by_arithmetic(prepared.specs, None, prepared.agreement.world_size).metadata()
+
+
+def fingerprint(specs: Specs) -> bytes:
+    """Equal on all ranks that hold the same names, shapes, dtypes and layouts."""
+    texts: dict[Any, str] = {}
+    digest = hashlib.blake2b(digest_size=16)
+    for key in sorted(specs):
+        spec = specs[key]
+        layouts = getattr(spec, "layouts", ())
+        if layouts not in texts:
+            texts[layouts] = repr([layout.to_dict() for layout in layouts])
+        described = (key, *spec[:2], texts[layouts]) if layouts or len(spec) > 1 else (key,)
+        digest.update(repr(described).encode())
+    return digest.digest()

@@ -1,0 +1,293 @@
+"""The planners that ``save`` and ``load`` use: by arithmetic on layouts, without asking another rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from hyper_parallel.core.distributed_checkpoint.chunks import (
+    Box,
+    ObjectSpec,
+    Spec,
+    Specs,
+    TensorSpec,
+    overlap,
+    plan_chunks,
+    slices,
+)
+from hyper_parallel.core.distributed_checkpoint.flatten import Leaf, flatten
+from hyper_parallel.core.distributed_checkpoint.json_state import decode_object, encode_object
+from hyper_parallel.core.distributed_checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+    dtype_size,
+)
+from hyper_parallel.core.distributed_checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from hyper_parallel.platform import get_platform
+
+
+def spec_of(name: str, leaf: Leaf, verb: str) -> Spec:
+    """What a leaf of a state dict is, or an error if a checkpoint cannot hold it."""
+    if not leaf.is_tensor:
+        return ObjectSpec()
+    platform = get_platform()
+    tensor = leaf.value
+    dtype = platform.dtype_name(tensor.dtype)
+    try:
+        dtype_size(dtype)
+    except ValueError as error:
+        raise TypeError(f"'{name}': {error}") from None
+    if not isinstance(tensor, platform.DTensorBase):
+        return TensorSpec(tuple(tensor.shape), dtype, (), None, bool(tensor.requires_grad))
+    layout = tensor._layout
+    if layout.has_partial:
+        raise ValueError(
+            f"'{name}' has a pending reduction ({layout}), so no rank holds its values; call reduce_partial() on it "
+            f"before you {verb}"
+        )
+    return TensorSpec(tuple(tensor.shape), dtype, (layout,), None, bool(tensor.requires_grad))
+
+
+def local_box(spec: TensorSpec, rank: int) -> Box:
+    """The part of a tensor that ``rank`` holds; empty outside of its mesh."""
+    for layout in spec.layouts:
+        if rank in layout.mesh.rank_list:
+            sizes, offsets = layout.local_region(spec.shape, layout.mesh.coordinate_of(rank))
+            return offsets, sizes
+    whole = not spec.layouts and (spec.holders is None or rank in spec.holders)
+    return (0,) * len(spec.shape), spec.shape if whole else (0,) * len(spec.shape)
+
+
+class StandardSavePlanner(SavePlanner):
+    """Every tensor in the chunks that its layout makes, each written once; objects as JSON.
+
+    ``allow_pickle`` writes as a pickle what JSON cannot hold; loading it must be allowed too.
+    """
+
+    needs_global_plan = False
+
+    def __init__(self, *, allow_pickle: bool = False) -> None:
+        self._allow_pickle = allow_pickle
+        self._encodings: dict[str, str] = {}
+
+    def configure_planner(self, state_dict: dict[str, Any], **kwargs: Any) -> None:
+        self._leaves = flatten(state_dict)
+        self.specs: dict[str, Spec] = {name: spec_of(name, leaf, "save") for name, leaf in self._leaves.items()}
+        self._rank, self._world_size = kwargs.get("rank", 0), kwargs.get("world_size", 1)
+        self._arrays: dict[str, tuple[Any, tuple[int, ...]]] = {}
+
+    def set_specs(self, specs: Specs) -> None:
+        """Plan with what all ranks together hold, where that is more than what this rank can see."""
+        self.specs = dict(specs)
+
+    def build_local_plan(self) -> SavePlan:
+        items = []
+        properties: dict[tuple[str, bool], TensorProperties] = {}
+        for key, offsets, sizes, _ in plan_chunks(self.specs, self._world_size, self._rank):
+            spec = self.specs[key]
+            if isinstance(spec, ObjectSpec):
+                items.append(WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO))
+                continue
+            kind = (spec.dtype, spec.requires_grad)
+            if kind not in properties:
+                properties[kind] = TensorProperties(*kind)
+            data = TensorWriteData(ChunkStorageMetadata(offsets, sizes), properties[kind], spec.shape)
+            items.append(WriteItem(MetadataIndex(key, offsets), WriteItemType.TENSOR, data))
+        return SavePlan(items)
+
+    def build_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """The plans as they are, and what they hold together; ``save`` does without this by arithmetic."""
+        described: dict[str, Any] = {}
+        for plan in all_plans:
+            for item in plan.items:
+                if item.type is WriteItemType.BYTE_IO:
+                    described[item.index.fqn] = BytesStorageMetadata()
+                    continue
+                data = item.tensor_data
+                tensor = described.setdefault(item.index.fqn, TensorStorageMetadata(data.properties, data.size, []))
+                tensor.chunks.append(data.chunk)
+        return all_plans, Metadata(described)
+
+    def finalize_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def get_data(self, item: WriteItem) -> Any:
+        """The chunk's bits as an array, a view where the tensor is in the host's memory; or the object's bytes."""
+        key = item.index.fqn
+        if item.type is WriteItemType.BYTE_IO:
+            data, self._encodings[key] = encode_object(self._leaves[key].value, key, self._allow_pickle)
+            return data
+        if key not in self._arrays:
+            tensor = self._leaves[key].value
+            if hasattr(tensor, "wait"):
+                tensor = tensor.wait()
+            spec = self.specs[key]
+            assert isinstance(spec, TensorSpec)
+            try:
+                array = get_platform().raw_array(tensor)
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"'{key}' cannot be saved: {error}") from error
+            self._arrays[key] = array, local_box(spec, self._rank)[0]
+        array, base = self._arrays[key]
+        chunk = item.tensor_data.chunk
+        if chunk.sizes == array.shape:
+            return array
+        return array[slices(chunk.offsets, chunk.sizes, base)]
+
+    def encoding_of(self, key: str) -> str:
+        """How the object's bytes of :meth:`get_data` are to be read."""
+        return self._encodings.get(key, "json")
+
+
+class StandardLoadPlanner(LoadPlanner):
+    """Every rank reads the parts of chunks that its own blocks need.
+
+    ``allow_partial_load`` leaves alone what the checkpoint lacks, which is an error otherwise. ``allow_pickle`` loads
+    objects that were saved as pickles: only from sources that you trust.
+    """
+
+    needs_global_plan = False
+
+    def __init__(self, allow_partial_load: bool = False, *, allow_pickle: bool = False) -> None:
+        self._allow_partial_load = allow_partial_load
+        self._allow_pickle = allow_pickle
+
+    def configure_planner(self, state_dict: dict[str, Any], metadata: Metadata, **kwargs: Any) -> None:
+        self._leaves = flatten(state_dict)
+        self._metadata = metadata
+        self._index = kwargs.get("index")
+        self._rank = kwargs.get("rank", 0)
+        self.specs: dict[str, Spec] = {name: spec_of(name, leaf, "load") for name, leaf in self._leaves.items()}
+        described = metadata.state_dict_metadata
+        missing = [name for name in self.specs if name not in described]
+        if missing and not self._allow_partial_load:
+            raise ValueError(
+                f"the checkpoint lacks {len(missing)} of the {len(self.specs)} entries to load: {_listed(missing)}. It "
+                f"has {_listed(list(described))}. Pass planner=StandardLoadPlanner(allow_partial_load=True) to leave "
+                "them as they are"
+            )
+        for name in missing:
+            del self.specs[name]
+        self._arrays: dict[str, Any] = {}
+        self._left: dict[str, int] = {}
+
+    def build_local_plan(self) -> LoadPlan:
+        items: list[ReadItem] = []
+        for key, spec in self.specs.items():
+            before = len(items)
+            items += self._items(key, spec)
+            self._left[key] = len(items) - before
+        return LoadPlan(items)
+
+    def _items(self, key: str, spec: Spec) -> Iterator[ReadItem]:
+        if isinstance(spec, ObjectSpec):
+            if not self._is_object(key):
+                raise ValueError(
+                    f"'{key}' is a tensor in the checkpoint, but the state to load into has no tensor there"
+                )
+            at = MetadataIndex(key)
+            yield ReadItem(LoadItemType.BYTE_IO, at, (), at, (), ())
+            return
+        if self._is_object(key):
+            raise ValueError(f"'{key}' is an object in the checkpoint, but the state to load into has a tensor there")
+        shape, dtype = self._shape_and_dtype(key)
+        if (shape, dtype) != (spec.shape, spec.dtype):
+            raise ValueError(
+                f"'{key}' has shape {shape} and dtype {dtype} in the checkpoint, but shape {spec.shape} and dtype "
+                f"{spec.dtype} in the state to load into"
+            )
+        box = local_box(spec, self._rank)
+        if 0 in box[1]:
+            return
+        dest = MetadataIndex(key, box[0])
+        for number, chunk in self._touching(key, box):
+            offsets, sizes = overlap(chunk, box)  # type: ignore[misc]
+            yield ReadItem(
+                LoadItemType.TENSOR,
+                dest,
+                tuple(at - base for at, base in zip(offsets, box[0], strict=True)),
+                MetadataIndex(key, chunk[0], number),
+                tuple(at - base for at, base in zip(offsets, chunk[0], strict=True)),
+                sizes,
+            )
+
+    # The index of a checkpoint in our format answers faster than its Metadata.
+
+    def _is_object(self, key: str) -> bool:
+        if self._index is not None:
+            return key in self._index.objects
+        return isinstance(self._metadata.state_dict_metadata[key], BytesStorageMetadata)
+
+    def _shape_and_dtype(self, key: str) -> tuple[tuple[int, ...], str]:
+        if self._index is not None:
+            stored = self._index.tensors[key]
+            return stored.shape, stored.dtype
+        described = self._metadata.state_dict_metadata[key]
+        assert isinstance(described, TensorStorageMetadata)
+        return tuple(described.size), described.properties.dtype
+
+    def _touching(self, key: str, box: Box) -> Iterator[tuple[int, Box]]:
+        if self._index is not None:
+            yield from self._index.tensors[key].touching(box)
+            return
+        described = self._metadata.state_dict_metadata[key]
+        assert isinstance(described, TensorStorageMetadata)
+        for number, chunk in enumerate(described.chunks):
+            if overlap((chunk.offsets, chunk.sizes), box) is not None:
+                yield number, (chunk.offsets, chunk.sizes)
+
+    def build_global_plan(self, all_plans: list[LoadPlan]) -> list[LoadPlan]:
+        return all_plans
+
+    def finalize_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def acquire_tensor(self, read_item: ReadItem) -> np.ndarray[Any, Any]:
+        """The place in this rank's block as an array of bits."""
+        key = read_item.dest_index.fqn
+        array = self._arrays.get(key)
+        if array is None:
+            tensor = self._leaves[key].value
+            if hasattr(tensor, "wait"):
+                tensor.wait()
+            try:
+                array = self._arrays[key] = get_platform().raw_array(tensor)
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"'{key}' cannot be loaded into: {error}") from error
+        if read_item.lengths == array.shape:
+            return array
+        return array[slices(read_item.dest_offsets, read_item.lengths)]
+
+    def apply_tensor(self, read_item: ReadItem, tensor: Any) -> None:
+        key = read_item.dest_index.fqn
+        self._left[key] -= 1
+        if self._left[key] == 0:
+            get_platform().set_raw(self._leaves[key].value, self._arrays.pop(key))
+
+    def apply_bytes(self, read_item: ReadItem, value: Any) -> None:
+        key = read_item.dest_index.fqn
+        leaf = self._leaves[key]
+        described = self._metadata.state_dict_metadata[key]
+        assert isinstance(described, BytesStorageMetadata)
+        leaf.container[leaf.place] = decode_object(value, described.encoding, key, self._allow_pickle)
+
+
+def _listed(names: list[str], most: int = 20) -> str:
+    shown = ", ".join(f"'{name}'" for name in names[:most])
+    return f"{shown} and {len(names) - most} more" if len(names) > most else shown or "nothing"

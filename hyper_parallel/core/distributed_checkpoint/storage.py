@@ -1,0 +1,112 @@
+"""What a place for checkpoints must do: keep whole files, replace one small file at once, give back ranges of bytes.
+
+Everything else (planning, the format of files, checksums, agreement) is the same for every place, so a new kind of
+storage is these two small classes. :mod:`.filesystem` and :mod:`.fsspec_storage` have one pair each.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+METADATA_FILE = "metadata.json"
+DEFAULT_SHARD_BYTES = 4 << 30
+
+CheckpointId = str | os.PathLike[str]
+Buffer = Any  # bytes, memoryview or a contiguous numpy array of uint8
+
+
+class StorageWriter(ABC):
+    """Writes one checkpoint at a time. Data files first, by every rank; then the coordinator commits, once.
+
+    A checkpoint is there when its metadata file is, and that appears (or replaces an older one) at once or not at all.
+    """
+
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES
+
+    @abstractmethod
+    def open(self, checkpoint_id: CheckpointId) -> None:
+        """Every rank: from now on files go here."""
+
+    @abstractmethod
+    def begin(self, save_name: str) -> None:
+        """The coordinator, before any rank writes: remove what killed saves left; ``save_name`` is being written."""
+
+    @abstractmethod
+    def write_file(self, name: str, buffers: Sequence[Buffer]) -> None:
+        """Write a new file; when this returns it is safe."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Every rank, after its last file: the names of the files are safe too."""
+
+    @abstractmethod
+    def commit(self, metadata: bytes, files: Iterable[str]) -> None:
+        """The coordinator: the metadata file appears; data files that are not in ``files`` are no longer needed."""
+
+    @abstractmethod
+    def discard(self, names: Iterable[str]) -> None:
+        """Remove files of a save that failed, as far as that is possible; never raises."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """The coordinator, whatever happened: the save is over."""
+
+
+class StorageReader(ABC):
+    """Reads a checkpoint."""
+
+    #: Whether a replica costs less to get from another rank than to read again: true for storage far away.
+    reads_are_dear: bool = False
+    #: Bytes of tensors that were read, since it was made.
+    bytes_read: int = 0
+
+    @abstractmethod
+    def open(self, checkpoint_id: CheckpointId) -> None:
+        """From now on files come from here."""
+
+    @abstractmethod
+    def read_metadata(self) -> bytes:
+        """The metadata file; FileNotFoundError if there is none."""
+
+    @abstractmethod
+    def size(self, name: str) -> int:
+        """Bytes of a file; FileNotFoundError if there is none."""
+
+    @abstractmethod
+    def view(self, name: str, start: int, length: int) -> memoryview:
+        """These bytes of a file, by reference where that is possible."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Nothing more is read."""
+
+
+def storage_for(checkpoint_id: CheckpointId) -> str:
+    """ "fsspec" for a URL, "filesystem" for a path."""
+    text = os.fspath(checkpoint_id)
+    return "fsspec" if "://" in text and not text.startswith("file://") else "filesystem"
+
+
+def default_writer(checkpoint_id: CheckpointId) -> StorageWriter:
+    """The writer for a path or URL."""
+    if storage_for(checkpoint_id) == "fsspec":
+        from hyper_parallel.core.distributed_checkpoint.fsspec_storage import FsspecWriter
+
+        return FsspecWriter()
+    from hyper_parallel.core.distributed_checkpoint.filesystem import FileSystemWriter
+
+    return FileSystemWriter()
+
+
+def default_reader(checkpoint_id: CheckpointId) -> StorageReader:
+    """The reader for a path or URL."""
+    if storage_for(checkpoint_id) == "fsspec":
+        from hyper_parallel.core.distributed_checkpoint.fsspec_storage import FsspecReader
+
+        return FsspecReader()
+    from hyper_parallel.core.distributed_checkpoint.filesystem import FileSystemReader
+
+    return FileSystemReader()
