@@ -15,6 +15,20 @@ _HOME_OF = {
     "latest": f"{_HERE}.cleanup",
     "keep_last": f"{_HERE}.cleanup",
     "checkpoints": f"{_HERE}.cleanup",
+    **dict.fromkeys(
+        (
+            "get_state_dict",
+            "set_state_dict",
+            "get_model_state_dict",
+            "set_model_state_dict",
+            "get_optimizer_state_dict",
+            "set_optimizer_state_dict",
+        ),
+        f"{_HERE}.state_dict",
+    ),
+    "load_hugging_face": f"{_HERE}.hugging_face",
+    "save_hugging_face": f"{_HERE}.hugging_face",
+    "KeyMapping": f"{_HERE}.key_mapping",
     "StandardSavePlanner": f"{_HERE}.standard_planner",
     "StandardLoadPlanner": f"{_HERE}.standard_planner",
     **dict.fromkeys(
