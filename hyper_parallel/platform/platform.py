@@ -807,6 +807,26 @@ class Platform(ABC):
 
     @staticmethod
     @abstractmethod
+    def requires_grad(tensor: Any) -> Any:
+        """Whether ``tensor``, plain or distributed, has or asks for a gradient."""
+
+    @staticmethod
+    @abstractmethod
+    def is_leaf(tensor: Any) -> Any:
+        """Whether ``tensor`` was made by the program and not by an operator that is recorded."""
+
+    @staticmethod
+    @abstractmethod
+    def copied(tensor: Any) -> Any:
+        """The plain tensor's values in other memory; recorded."""
+
+    @staticmethod
+    @abstractmethod
+    def write_mark(tensor: Any) -> Any:
+        """(a value that changes when the plain tensor is written to, its place in the graph)."""
+
+    @staticmethod
+    @abstractmethod
     def set_function_handler(handler: Any) -> Any:
         """Let ``handler(function, args, kwargs)`` answer a user's autograd function that is given DTensors."""
 

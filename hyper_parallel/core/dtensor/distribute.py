@@ -42,7 +42,7 @@ def distribute_tensor(
         raise TypeError(f"distribute_tensor takes a tensor, got {type(tensor).__name__}")
     shape = tuple(tensor.shape)
     layout = resolve_layout(mesh, placements, len(shape))
-    if platform.needs_grad(tensor) and not tensor.is_leaf:
+    if platform.needs_grad(tensor) and not platform.is_leaf(tensor):
         if src_data_rank is not None:
             raise ValueError(
                 f"distribute_tensor: a computed tensor of shape {shape} that needs a gradient cannot be sent from rank "
@@ -52,7 +52,7 @@ def distribute_tensor(
         return whole.redistribute(mesh, layout) if mesh.get_coordinate() is not None else _relabelled(whole, layout)
     local = _cut(tensor, layout, shape, src_data_rank)
     made = platform.as_dtensor(DTensor, local, layout, shape)
-    if tensor.requires_grad:
+    if platform.requires_grad(tensor):
         made.requires_grad = True
     return platform.as_parameter(made) if isinstance(tensor, platform.Parameter) else made
 

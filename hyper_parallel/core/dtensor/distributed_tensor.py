@@ -25,7 +25,11 @@ class DTensor(_platform.DTensorBase):  # type: ignore[misc, name-defined]
     ``[Shard(0), Replicate()]``, or one alias per tensor dim, ``("dp", "None")``, ``(("dp", "tp"), "None")``.
     """
 
-    def __new__(cls, local_tensor: Any, device_mesh: DeviceMesh, placements: Any, *, shape: Any = None) -> DTensor:
+    def __new__(
+        cls, local_tensor: Any, device_mesh: DeviceMesh | None = None, placements: Any = None, *, shape: Any = None
+    ) -> DTensor:
+        if cls is not DTensor and isinstance(local_tensor, DTensor):  # a framework's parameter of a distributed tensor
+            return _platform.as_dtensor(cls, local_tensor._settled(), local_tensor._layout, local_tensor._global_shape)
         return cls.from_local(local_tensor, device_mesh, placements, shape=shape)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -21,7 +21,7 @@ def run_gathered(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
 
     Sparse results stay plain: they are whole on every rank.
     """
-    gathered: dict[int, tuple[DTensor, Any, int, Any]] = {}
+    gathered: dict[int, tuple[DTensor, Any, Any, Any]] = {}
     mesh: DeviceMesh | None = None
     name = _platform.get_op_name(func)
 
@@ -31,8 +31,8 @@ def run_gathered(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
             mesh = same_mesh(name, mesh, value)
             if id(value) not in gathered:
                 full = value.full_tensor()
-                full = full.clone() if value.layout.is_replicated else full
-                gathered[id(value)] = (value, full, full._version, full.grad_fn)
+                full = _platform.copied(full) if value.layout.is_replicated else full
+                gathered[id(value)] = (value, full, *_platform.write_mark(full))
             return gathered[id(value)][1]
         refuse_plain(name, value)
         return value
@@ -53,11 +53,12 @@ def run_gathered(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     written = {}
     for tensor, full, version, history in gathered.values():
         if tuple(full.shape) != tuple(tensor.shape):  # an out= that was resized
-            tensor.data = DTensor.from_local(full.detach(), mesh)
+            tensor.data = DTensor.from_local(_platform.detached(full), mesh)
             written[id(full)] = tensor
-        elif full._version != version:
+        elif _platform.write_mark(full)[0] != version:
             cut = DTensor.from_local(full, tensor.device_mesh).redistribute(tensor.device_mesh, tensor.layout)
-            if full.grad_fn is history:  # written without being recorded, as an embedding renormalises its table
+            # Written without being recorded, as an embedding renormalises its table.
+            if _platform.write_mark(full)[1] is history:
                 with _platform.no_grad():
                     _platform.fill_block(tensor, cut.to_local())
             else:

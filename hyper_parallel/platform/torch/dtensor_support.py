@@ -32,6 +32,26 @@ def needs_grad(tensor: torch.Tensor) -> bool:
     return torch.is_grad_enabled() and tensor.requires_grad
 
 
+def requires_grad(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor``, plain or distributed, has or asks for a gradient."""
+    return tensor.requires_grad
+
+
+def is_leaf(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` was made by the program and not by an operator that is recorded."""
+    return tensor.is_leaf
+
+
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """The plain tensor's values in other memory; recorded."""
+    return tensor.clone()
+
+
+def write_mark(tensor: torch.Tensor) -> tuple[Any, Any]:
+    """(a value that changes when the plain tensor is written to, its place in the graph)."""
+    return tensor._version, tensor.grad_fn
+
+
 def owns_memory(tensor: torch.Tensor) -> bool:
     """Whether no other tensor shares the memory of ``tensor``."""
     with _NoInterception():
