@@ -5,10 +5,11 @@ An optimizer that treats every element by itself gives on each rank's blocks wha
 operator by operator, a step on DTensors still asks thousands of small questions (every ``p.grad``, every list argument
 that PyTorch's parser looks through). So the ``step`` of such optimizers first asks one: does everything lie alike,
 each parameter, its gradient and its state, nothing pending? Then the step runs on a stand-in of the optimizer: the same
-class and settings, plain aliases of the blocks for tensors. Memory is shared, so what it writes is written; state it
-makes is labelled with its parameter's layout and put into the optimizer's own ``state``, which only ever holds
-DTensors. Whatever is not exactly so (another class, also a subclass; ``differentiable``; layouts that differ) takes the
-ordinary way through the operators, as do optimizers that mix elements (Adafactor, LBFGS, Muon).
+class and settings, plain aliases of the blocks for parameters. Gradients and states, which nobody else may use during a
+step, shed their class for its time: a class assignment costs a twentieth of an alias. State that the step makes is
+labelled with its parameter's layout, so between steps the optimizer's ``state`` holds DTensors. Whatever is not exactly
+so (another class, also a subclass; ``differentiable``; layouts that differ) takes the ordinary way through the
+operators, as do optimizers that mix elements (Adafactor, LBFGS, Muon).
 
 PyTorch has no hook that may take a step over (hooks run before and after it, and not when it raises), so the ``step``
 of the classes below is replaced. Hooks, profiling and schedulers are around it as before and see the optimizer itself.
@@ -42,6 +43,7 @@ _grad_of = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
 _block_of = torch.Tensor.detach
 
 State = dict[str, Any]
+_NO_STATE: State = {}
 
 
 def let_optimizers_take(kind: type) -> None:
@@ -72,10 +74,7 @@ def _on_blocks(optimizer_class: type, step: Callable[..., Any], kind: type) -> C
                 loss = closure()
         stand_in = _StandIn(self, kind)
         if stand_in.is_exact:
-            try:
-                step(stand_in.optimizer)
-            finally:
-                stand_in.hand_back()
+            stand_in.step(step)
         else:
             step(self)
         return loss
@@ -93,76 +92,101 @@ class _StandIn:
     def __init__(self, optimizer: Any, kind: type) -> None:
         self._original = optimizer
         self._kind = kind
-        self._given: list[tuple[Any, Any, State]] = []  # (a parameter, its block, the blocks of its state)
-        self.is_exact = True
-        states: defaultdict[Any, State] = defaultdict(dict)
+        get_state = optimizer.state.get
         with _NoInterception():
-            groups = [self._group(group, states) for group in optimizer.param_groups]
-        self.optimizer = object.__new__(type(optimizer))
-        self.optimizer.__dict__.update(optimizer.__dict__, param_groups=groups, state=states)
+            # per group: (a parameter, its gradient, its state)
+            self._given = [
+                [(p, _grad_of(p) if type(p) is kind else None, get_state(p)) for p in group["params"]]
+                for group in optimizer.param_groups
+            ]
+        self.is_exact = all(map(self._lies_alike, optimizer.param_groups, self._given))
 
-    def _group(self, group: dict[str, Any], states: defaultdict[Any, State]) -> dict[str, Any]:
+    def _lies_alike(self, group: dict[str, Any], given: list[tuple[Any, Any, State | None]]) -> bool:
         if group.get("differentiable") or any(isinstance(value, DTensorBase) for value in group.values()):
-            self.is_exact = False
-        blocks: list[torch.Tensor] = []
-        for parameter in group["params"]:
-            if not self.is_exact:
-                break
-            state = self._original.state.get(parameter)
-            block = parameter
-            if type(parameter) is self._kind:
-                gradient = _grad_of(parameter)
-                if gradient is None:
-                    continue
-                block = self._block(parameter, gradient)
-                state = None if state is None else self._state(parameter, state)
-            elif type(parameter) not in _PLAIN:
-                self.is_exact = False
-            if state is not None:
-                states[block] = dict(state)
-            self._given.append((parameter, block, state or {}))
-            blocks.append(block)
-        return {**group, "params": blocks}
-
-    def _block(self, parameter: Any, gradient: Any) -> torch.Tensor:
-        layout = parameter._layout
-        if type(gradient) is not torch.Tensor:
-            if gradient._layout is not layout:
-                self.is_exact = False
-            gradient = _block_of(gradient)
-        if layout.has_partial:
-            self.is_exact = False
-        block = _block_of(parameter)
-        block.grad = gradient
-        return block
-
-    def _state(self, parameter: Any, state: State) -> State:
-        layout, shape = parameter._layout, parameter._global_shape
-        blocks = {}
-        for key, value in state.items():
-            if type(value) is self._kind:
-                if value._layout is not layout or value._global_shape != shape or key in _NUMBERS:
-                    self.is_exact = False
-                value = _block_of(value)
-            elif isinstance(value, torch.Tensor) and (key not in _NUMBERS or value.dim()):
-                self.is_exact = False
-            blocks[key] = value
-        return blocks
-
-    def hand_back(self) -> None:
-        """Give the optimizer what its stand-in has made."""
-        states, own_states, kind = self.optimizer.state, self._original.state, self._kind
-        for parameter, block, given in self._given:
-            state = states.get(block)
-            if not state:
+            return False
+        kind = self._kind
+        for parameter, gradient, state in given:
+            if type(parameter) is not kind:
+                if type(parameter) not in _PLAIN:
+                    return False
                 continue
-            own = own_states[parameter]
-            for key, value in state.items():
-                if value is given.get(key):
+            if gradient is None:
+                continue
+            layout, shape = parameter._layout, parameter._global_shape
+            if type(gradient) is not torch.Tensor and (type(gradient) is not kind or gradient._layout is not layout):
+                return False
+            if state:
+                for key, value in state.items():
+                    if key in _NUMBERS:
+                        if isinstance(value, DTensorBase):
+                            return False
+                    elif type(value) is kind:
+                        if value._layout is not layout or value._global_shape != shape:
+                            return False
+                    elif value is not None:
+                        return False
+        layouts = {parameter._layout for parameter, _, _ in given if type(parameter) is kind}
+        return not any(layout.has_partial for layout in layouts)
+
+    def step(self, step: Callable[..., Any]) -> None:
+        """Run ``step`` on the blocks, and give the optimizer what its stand-in has made."""
+        original, kind = self._original, self._kind
+        stand_in = object.__new__(type(original))
+        states: defaultdict[Any, State] = defaultdict(dict)
+        groups: list[dict[str, Any]] = []
+        blocks: list[tuple[Any, Any, Any]] = []  # (a parameter, its gradient, its block)
+        shed: list[Any] = []
+        try:
+            with _NoInterception():
+                for group, given in zip(original.param_groups, self._given, strict=True):
+                    before = len(blocks)
+                    self._shed(given, states, blocks, shed)
+                    groups.append({**group, "params": [block for _, _, block in blocks[before:]]})
+            stand_in.__dict__.update(original.__dict__, param_groups=groups, state=states)
+            step(stand_in)
+        finally:
+            for value in shed:
+                value.__class__ = kind
+            for parameter, gradient, block in blocks:
+                state = states.get(block)
+                if gradient is not None and type(gradient) is torch.Tensor:
+                    as_dtensor(kind, gradient, parameter._layout, parameter._global_shape)
+                if not state:
                     continue
-                if block is not parameter and isinstance(value, torch.Tensor) and key not in _NUMBERS:
-                    value = as_dtensor(kind, value, parameter._layout, parameter._global_shape)
-                own[key] = value
-        for name, value in self.optimizer.__dict__.items():
+                original.state[parameter] = state
+                if block is not parameter:
+                    for key, value in state.items():
+                        if type(value) is torch.Tensor and key not in _NUMBERS:
+                            as_dtensor(kind, value, parameter._layout, parameter._global_shape)
+        for name, value in stand_in.__dict__.items():
             if name not in ("param_groups", "state"):
-                self._original.__dict__[name] = value
+                original.__dict__[name] = value
+
+    def _shed(
+        self,
+        given: list[tuple[Any, Any, State | None]],
+        states: defaultdict[Any, State],
+        blocks: list[tuple[Any, Any, Any]],
+        shed: list[Any],
+    ) -> None:
+        """Add the blocks of a group's parameters; their gradients and states are plain tensors from here on."""
+        kind = self._kind
+        for parameter, gradient, state in given:
+            if type(parameter) is not kind:
+                block = parameter
+            elif gradient is None:
+                continue
+            else:
+                block = _block_of(parameter)
+                if type(gradient) is kind:
+                    shed.append(gradient)
+                    gradient.__class__ = torch.Tensor
+                block.grad = gradient
+                if state:
+                    for value in state.values():
+                        if type(value) is kind:
+                            shed.append(value)
+                            value.__class__ = torch.Tensor
+            if state is not None:
+                states[block] = state
+            blocks.append((parameter, gradient, block))
