@@ -17,6 +17,7 @@ Three rules hold for every method:
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 from abc import ABC, abstractmethod
@@ -854,6 +855,38 @@ class Platform(ABC):
     @abstractmethod
     def owns_memory(tensor: Any) -> Any:
         """Whether no other tensor shares the memory of ``tensor``."""
+
+    # ------------------------------ distributed tensors: views (the defaults: results never share memory with inputs)
+
+    @staticmethod
+    def view_ops() -> frozenset[str]:
+        """Names of the operators whose result shares the memory of their first argument."""
+        return frozenset()
+
+    @staticmethod
+    def version_of(tensor: Any) -> int | None:
+        """How often the memory of ``tensor`` was written to; None where that is not counted."""
+        return None
+
+    @staticmethod
+    def recording() -> Any:
+        """Context: autograd records what is done inside, also under :func:`no_grad`."""
+        return contextlib.nullcontext()
+
+    @staticmethod
+    def shares_memory(first: Any, second: Any) -> bool:
+        """Whether two blocks lie in one memory."""
+        return False
+
+    @staticmethod
+    def block_strides(tensor: Any) -> Any:
+        """How a block lies in memory, for :func:`would_be_view`."""
+        return None
+
+    @staticmethod
+    def would_be_view(func: Any, args: Any, kwargs: Any, shape: Any, block: Any) -> bool:
+        """Whether ``func`` of a whole tensor, whose blocks lie as ``block`` says, shares memory on one device."""
+        return False
 
     # ------------------------------ distributed tensors: moving blocks (results come from ``wait()``; no gradients)
 

@@ -249,11 +249,11 @@ def run_database(
     for start in range(0, len(indices), chunk):
         part = indices[start : start + chunk]
         try:
-            yield from _merged(worlds(size, timeout=120).run(check_ops, part, seed, mesh_shape, num_samples))
+            yield from _merged(worlds(size, timeout=400).run(check_ops, part, seed, mesh_shape, num_samples))
         except RanksFailed:
             for index in part:
                 try:
-                    yield from _merged(worlds(size, timeout=30).run(check_ops, [index], seed, mesh_shape, num_samples))
+                    yield from _merged(worlds(size, timeout=120).run(check_ops, [index], seed, mesh_shape, num_samples))
                 except RanksFailed as failure:
                     yield Outcome(names[index], "died or hung", False, str(failure))
 

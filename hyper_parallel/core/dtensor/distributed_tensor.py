@@ -230,8 +230,10 @@ class PendingDTensor(DTensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        _settle(args)
-        _settle(kwargs)
+        settle((args, kwargs))
+        for kind in types:  # another kind of tensor among the arguments that must look at them
+            if issubclass(kind, DTensor) and kind not in (DTensor, PendingDTensor):
+                return kind.__torch_function__(func, types, args, kwargs)
         return super().__torch_function__(func, types, args, kwargs)
 
     def _settled(self) -> DTensor:
@@ -259,15 +261,16 @@ class PendingDTensor(DTensor):
         return self._settled().__reduce_ex__(protocol)
 
 
-def _settle(tree: Any) -> None:
-    if isinstance(tree, PendingDTensor):
+def settle(tree: Any) -> None:
+    """Complete all tensors among the arguments of an operator."""
+    if isinstance(tree, DTensor):
         tree._settled()
     elif isinstance(tree, (list, tuple)):
         for item in tree:
-            _settle(item)
+            settle(item)
     elif isinstance(tree, dict):
         for item in tree.values():
-            _settle(item)
+            settle(item)
 
 
 def resolve_mesh(device_mesh: DeviceMesh | None, where: str) -> DeviceMesh:

@@ -8,6 +8,7 @@ from typing import Any
 from hyper_parallel.core.dtensor import random_state
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
+from hyper_parallel.core.shard.copied_views import is_view_call, link
 from hyper_parallel.core.shard.mixing import refuse_plain, same_mesh
 from hyper_parallel.core.shard.random_ops import DRAWS_ON_THE_WHOLE
 from hyper_parallel.core.shard.strict_mode import check_gathering
@@ -72,4 +73,5 @@ def run_gathered(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
             return DTensor.from_local(value, mesh)
         return value
 
-    return _platform.tree_map(distributed, result)
+    result = _platform.tree_map(distributed, result)
+    return link(name, result, func, args, kwargs, may_share=False) if is_view_call(name, args) else result

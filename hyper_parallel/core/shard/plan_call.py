@@ -10,6 +10,7 @@ from hyper_parallel.core.dtensor.comm_recorder import because
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.shard_sizes import finish_checks
+from hyper_parallel.core.shard.copied_views import is_view_call, link
 from hyper_parallel.core.shard.mixing import PendingWriteError, refuse_plain, same_mesh
 from hyper_parallel.core.shard.rule_table import find_rule
 from hyper_parallel.core.shard.signature import LocalCall, OpCall, Signature, TensorSpec
@@ -96,6 +97,7 @@ class PlannedCall:
         "changes",
         "changes_positional",
         "choice",
+        "copies_view",
         "is_direct",
         "local",
         "moves",
@@ -135,12 +137,18 @@ class PlannedCall:
             self._local_call(None, call.args, call.kwargs)
         ):
             self.local = None
+        self.copies_view = (self.moves or self.local is not None) and is_view_call(name, call.args)
         self.is_direct = not self.changes and self.local is None and self.rewritten is None
         self.wrap = _platform.result_wrapper(DTensor, self.output_layouts, self.output_shapes, not self.is_direct)
 
     def __call__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.is_direct:
             return self.wrap(func, args, kwargs)
+        if self.copies_view:
+            return link(self.name, self._call(func, args, kwargs), func, args, kwargs, may_share=False)
+        return self._call(func, args, kwargs)
+
+    def _call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = (args, kwargs)
         if self.changes:
             if self.moves:

@@ -54,7 +54,7 @@ def _attribute(name: str, settable: bool = False) -> property:
 
 
 # Of a DTensor's attributes: those that a copy has of its own, or must not have (edges of the graph it is in).
-_NOT_COPIED = frozenset({"_layout", "_global_shape", "_edges", "_gathered_from"})
+_NOT_COPIED = frozenset({"_layout", "_global_shape", "_edges", "_gathered_from", "_source", "_counts_alone"})
 
 
 class DTensorBase(torch.Tensor):
@@ -120,7 +120,9 @@ class DTensorBase(torch.Tensor):
         """The same memory without gradient history."""
         with _NoInterception():
             plain = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
-        return as_dtensor(type(self), plain, self._layout, self._global_shape)
+        same = as_dtensor(type(self), plain, self._layout, self._global_shape)
+        same._counts_alone = True  # writes into this tensor are not counted there
+        return same
 
     @data.setter
     def data(self, value: Any) -> None:

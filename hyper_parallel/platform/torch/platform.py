@@ -34,6 +34,7 @@ from hyper_parallel.platform.torch import (
     state,
     symmetric_memory,
     tensors,
+    view_facts,
 )
 
 
@@ -219,6 +220,12 @@ class TorchPlatform(Platform):
     carry_random_state = staticmethod(random_state.carry_random_state)
     counting_versions = staticmethod(dtensor_support.counting_versions)
     owns_memory = staticmethod(dtensor_support.owns_memory)
+    view_ops = staticmethod(view_facts.view_ops)
+    version_of = staticmethod(view_facts.version_of)
+    recording = staticmethod(torch.enable_grad)
+    shares_memory = staticmethod(view_facts.shares_memory)
+    block_strides = staticmethod(view_facts.block_strides)
+    would_be_view = staticmethod(view_facts.would_be_view)
     body_of = staticmethod(python_bodies.body_of)
     call_on_blocks = staticmethod(dtensor_support.call_on_blocks)
     wrap_result = staticmethod(dtensor_support.wrap_result)

@@ -1,0 +1,290 @@
+"""Views that could not stay in the memory of their base, and behave as if they had.
+
+Note [A view that is a copy]
+On one device ``y = x[1:3]`` is a window into ``x``: writing into one changes the other. Along a cut dim the rows must
+be brought together, so ``y`` has memory of its own. Such a result is a :class:`CopiedView`, which knows its base and
+how it was made from it. When something writes into it, what was written is brought back into the base at once; when the
+base was written to since, it is made again before its next use. Versions, which count the writes into a memory, tell
+both; all ranks run the same program, so they agree. Ordinary tensors pay nothing: only operators that meet such a view
+look.
+
+``reshape`` and its like give a view where the elements lie so that it is possible, and else a copy. That is asked only
+when it matters, of the rank that holds the first block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from hyper_parallel.core.dtensor.distributed_tensor import DTensor, settle
+from hyper_parallel.core.shard.mixing import PendingWriteError
+from hyper_parallel.platform import get_platform
+
+_platform = get_platform()
+_VIEW_OPS = _platform.view_ops()
+_WHERE_POSSIBLE = frozenset({"reshape", "reshape_as", "flatten", "ravel", "contiguous"})
+
+
+@dataclass
+class _Source:
+    """Where a view comes from: result number ``index`` of ``func(base, *args, **kwargs)``, or its only one."""
+
+    base: DTensor
+    name: str
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    index: int | None
+    version: int | None  # of the base when the view was last like it
+    shares: bool  # the view lies in the memory of its base, which is such a view itself
+    block: Any  # how the base's block lies in memory
+    is_view: bool | None = None  # None: not asked yet
+
+    def call(self, base: Any) -> Any:
+        result = self.func(base, *self.args, **self.kwargs)
+        return result if self.index is None else result[self.index]
+
+    def settles_view(self) -> bool:
+        """Whether it is a view on one device too; see the note of this file."""
+        if self.is_view is None:
+            self.is_view = self.name not in _WHERE_POSSIBLE or self._ask_first_rank()
+        return self.is_view
+
+    def _ask_first_rank(self) -> bool:
+        mesh = self.base.device_mesh
+        shape = tuple(self.base.shape)
+        answer = _platform.would_be_view(self.func, self.args, self.kwargs, shape, self.block)
+        if mesh.size() == 1:
+            return answer
+        sent = _platform.index_tensor([[int(answer)]], mesh.device_type)
+        _platform.broadcast(sent, mesh.rank_list[0], mesh.get_group(tuple(range(mesh.ndim))))
+        return bool(sent.item())
+
+
+class CopiedView(DTensor):
+    """A view with memory of its own; see Note [A view that is a copy]."""
+
+    _source: _Source | None = None
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _platform.graph_function(func) is not None or _platform.is_framework_service(func):
+            return DTensor.__torch_function__(func, types, args, kwargs)
+        settle((args, kwargs))
+        views: list[CopiedView] = []
+        _find((args, kwargs), views)
+        name = _platform.get_op_name(func)
+        written = _written_by_name(name, args, kwargs)
+        for view in views:
+            if any(view is one for one in written):
+                view._check_write(name)
+        before = [_platform.version_of(view) for view in views]
+        try:
+            result = DTensor.__torch_function__(func, types, args, kwargs)
+        except PendingWriteError:
+            if not any(view._finish_sum() for view in written):
+                raise
+            result = DTensor.__torch_function__(func, types, args, kwargs)
+        for view, version in zip(views, before, strict=True):
+            if any(view is one for one in written) if version is None else _platform.version_of(view) != version:
+                view._write_back()
+        if args and isinstance(args[0], CopiedView) and is_view_call(name, args):
+            return link(name, result, func, args, kwargs, may_share=True)
+        return result
+
+    def _settled(self) -> DTensor:
+        """This view, like its base."""
+        source = self._source
+        if source is None:
+            return self
+        source.base._settled()
+        if source.shares:
+            return self
+        version = _platform.version_of(source.base)
+        if version is None or version != source.version:
+            if not source.settles_view():
+                self._source = None
+                return self
+            is_leaf = self.is_leaf and self.requires_grad
+            with _platform.no_grad() if is_leaf else _platform.recording():
+                again = source.call(source.base)
+                again._source = None
+                _platform.fill_block(self, _block(again.redistribute(self.device_mesh, self._layout)))
+            source.version = version
+        return self
+
+    def _check_write(self, name: str) -> None:
+        root: DTensor = self
+        while isinstance(root, CopiedView) and root._source is not None:
+            root = root._source.base
+        if root is not self and root.is_leaf and _platform.needs_grad(root):
+            raise RuntimeError(
+                f"{name}: a view of a leaf that requires grad, of global shape {tuple(root.shape)} under "
+                f"{root.layout}, is being written into; do it under no_grad, or write into a clone()"
+            )
+
+    def _as_it_is(self) -> DTensor:
+        """The elements in this memory, whatever the base has."""
+        return _platform.as_dtensor(DTensor, _block(self), self._layout, self._global_shape)
+
+    def _finish_sum(self) -> bool:
+        """Do a pending sum in the memory of this view; whether there was one."""
+        if not self._layout.has_partial:
+            return False
+        reduced = self._as_it_is().reduce_partial()
+        _platform.fill_block(self, _block(reduced))
+        self._layout = reduced._layout
+        return True
+
+    def _write_back(self) -> None:
+        source = self._source
+        if source is None:
+            return
+        if not source.settles_view():
+            self._source = None
+        elif source.shares:
+            if isinstance(source.base, CopiedView):
+                source.base._write_back()
+        else:
+            self._finish_sum()
+            _write_into(source, self)
+            source.version = _platform.version_of(source.base)
+
+    # What reaches the memory without passing through an operator.
+
+    def detach(self) -> Any:
+        """The same memory without gradient history, as much a view as this one."""
+        plain = super().detach()
+        return _linked("detach", plain, DTensor.detach, self, (), {}, None, True) if self._source else plain
+
+    @property
+    def data(self) -> Any:
+        """The same memory without gradient history, as much a view as this one."""
+        plain = DTensor.data.fget(self._settled())  # type: ignore[attr-defined]
+        return _linked("detach", plain, DTensor.detach, self, (), {}, None, True) if self._source else plain
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        self._source = None
+        DTensor.data.fset(self, value)  # type: ignore[attr-defined]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = super(CopiedView, self._settled()).__deepcopy__(memo)
+        copied.__class__ = DTensor
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return super(CopiedView, self._settled()).__reduce_ex__(protocol)
+
+
+def is_view_call(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether the operator gives a view on one device: index tensors, lists and masks give copies."""
+    if name not in _VIEW_OPS:
+        return False
+    if name != "getitem":
+        return True
+    entries = args[1] if isinstance(args[1], tuple) else (args[1],)
+    return all(
+        entry is None or entry is Ellipsis or type(entry) in (int, slice) or _is_position(entry) for entry in entries
+    )
+
+
+def _is_position(entry: Any) -> bool:
+    """A whole number, also one in a tensor without dims."""
+    if _platform.is_tensor(entry):
+        return entry.ndim == 0 and _platform.dtype_name(entry.dtype).startswith(("int", "uint"))
+    return hasattr(entry, "__index__") and not isinstance(entry, bool)
+
+
+def link(
+    name: str, result: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], may_share: bool
+) -> Any:
+    """The results of a view operator as views of its first argument, of which they are copies.
+
+    ``may_share``: the argument is a copied view itself, and the results may be ordinary views of that.
+    """
+    base, rest = (args[0], args[1:]) if args else (kwargs["input"], ())
+    keywords = {key: value for key, value in kwargs.items() if key != "input" or args}
+    if isinstance(result, (list, tuple)):
+        views = [_linked(name, item, func, base, rest, keywords, index, may_share) for index, item in enumerate(result)]
+        return type(result)(views)
+    return _linked(name, result, func, base, rest, keywords, None, may_share)
+
+
+def _linked(
+    name: str, item: Any, func: Any, base: Any, args: Any, kwargs: Any, index: int | None, may_share: bool
+) -> Any:
+    if not isinstance(item, DTensor) or not isinstance(base, DTensor) or item is base:
+        return item
+    if isinstance(item, CopiedView) and item._source is not None:
+        return item
+    shares = _platform.shares_memory(item, base)
+    # A copy of its own, where this rank has the row of which the others have zeros, and where autograd would not let a
+    # part of what was gathered be written into.
+    if not (shares and may_share) and (shares or _platform.needs_grad(item)):
+        item = _platform.as_dtensor(DTensor, _block(item).clone(), item._layout, item._global_shape)
+        shares = False
+    item.__class__ = CopiedView
+    item._source = _Source(
+        base, name, func, args, kwargs, index, _platform.version_of(base), shares, _platform.block_strides(base)
+    )
+    return item
+
+
+def _block(tensor: DTensor) -> Any:
+    return _platform.local_alias(tensor)
+
+
+def _write_into(source: _Source, view: CopiedView) -> None:
+    """Put the elements of a view where they come from."""
+    base = source.base
+    value = view._as_it_is()
+    index = _index_of(source, base.ndim)
+    if index is not None:
+        base[index] = value
+        return
+    mesh = base.device_mesh
+    whole = base.full_tensor().clone()
+    source.call(whole).copy_(value.full_tensor())
+    base.copy_(DTensor.from_local(whole, mesh).redistribute(mesh, base._layout.gradient()))
+
+
+def _index_of(source: _Source, ndim: int) -> Any:
+    """The index that takes the same part of the base, where it can be written as one."""
+    if source.name == "getitem":
+        return source.args[0]
+    names = {"select": ("dim", "index"), "narrow": ("dim", "start", "length")}.get(source.name)
+    if names is None:
+        return None
+    given = dict(zip(names, source.args, strict=False)) | source.kwargs
+    if not all(type(given.get(name)) is int for name in names):
+        return None
+    dim, start = given["dim"] % ndim, given[names[1]]
+    if source.name == "select":
+        return (*(slice(None),) * dim, start)
+    start = start if start >= 0 else start + source.base.shape[dim]
+    return (*(slice(None),) * dim, slice(start, start + given["length"]))
+
+
+def _written_by_name(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The tensors that an operator of this name writes into."""
+    found: list[Any] = []
+    if (name.endswith("_") and not name.endswith("__")) or name == "setitem":
+        _find(args[:1], found)
+    _find(kwargs.get("out"), found)
+    return found
+
+
+def _find(tree: Any, found: list[Any]) -> None:
+    if isinstance(tree, CopiedView):
+        if not any(tree is one for one in found):
+            found.append(tree)
+    elif isinstance(tree, (list, tuple)):
+        for item in tree:
+            _find(item, found)
+    elif isinstance(tree, dict):
+        for item in tree.values():
+            _find(item, found)

@@ -1,0 +1,175 @@
+"""Views along cut dims, which are copies: what is written into them, or into their base, is seen by the other."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import hyper_parallel as hp
+from hyper_parallel.core.shard.copied_views import CopiedView
+from tests.shard.validator import layouts_of
+from tests.world import run_on_ranks
+
+VIEWS = {
+    "slice": lambda x: x[1:3],
+    "slice of both dims": lambda x: x[1:5:2, 2:],
+    "last row": lambda x: x[-1],
+    "one element": lambda x: x[4, 3],
+    "new dim": lambda x: x[None, 2:4],
+    "narrow": lambda x: x.narrow(0, 1, 2),
+    "narrow by name": lambda x: torch.narrow(x, dim=1, start=-2, length=2),
+    "select": lambda x: x.select(0, 4),
+    "select by name": lambda x: torch.select(x, dim=1, index=-1),
+    "split": lambda x: x.split(4)[1],
+    "chunk": lambda x: torch.chunk(x, 4, dim=1)[1],
+    "tensor_split": lambda x: x.tensor_split(4)[1],
+    "unbind": lambda x: x.unbind(0)[5],
+    "diagonal": lambda x: x.diagonal(1),
+    "view": lambda x: x.view(4, 9),
+    "reshape": lambda x: x.reshape(3, 12),
+    "flatten": lambda x: x.flatten(),
+    "a reshape that copies": lambda x: x.t().reshape(4, 9),
+    "as_strided": lambda x: x.as_strided((2, 2), (1, 6)),
+    "unfold": lambda x: x.unfold(0, 2, 2),
+    "of a transposed": lambda x: x.t()[:, 1:3],
+    "of a view": lambda x: x[1:5][1:3],
+    "view of a view": lambda x: x[0:2].view(-1),
+    "transposed view": lambda x: x[3:5].t()[0],
+    "detached": lambda x: x.detach()[1:3],
+    "detached view": lambda x: x[1:3].detach(),
+    "data of a view": lambda x: x[1:3].data,
+    "view of data": lambda x: x.data[1:3],
+    "a mask, a copy": lambda x: x[x > 0.5],
+    "rows by a list, a copy": lambda x: x[[1, 3]],
+}
+
+
+def _base() -> torch.Tensor:
+    return torch.arange(36.0, dtype=torch.float64).reshape(6, 6) / 36
+
+
+def _write(view, scale) -> None:
+    view.mul_(scale)
+    view += 1
+    if view.ndim:
+        view[..., 0] = 7
+
+
+def _check(name: str, mesh, layout) -> None:
+    take = VIEWS[name]
+    plain, ours = _base(), hp.distribute_tensor(_base(), mesh, layout)
+    view, other = take(plain), take(ours)
+    _write(view, 2.0)
+    _write(other, 2.0)
+    torch.testing.assert_close(other.full_tensor(), view, msg=lambda text: f"{name} under {layout}: {text}")
+    torch.testing.assert_close(ours.full_tensor(), plain, msg=lambda text: f"base of {name} under {layout}: {text}")
+    plain.mul_(3.0)
+    ours.mul_(3.0)
+    torch.testing.assert_close((other * 1).full_tensor(), view, msg=lambda text: f"later {name}, {layout}: {text}")
+    plain[2] = 5.0
+    ours[2] = 5.0
+    torch.testing.assert_close(other.full_tensor(), view, msg=lambda text: f"written {name}, {layout}: {text}")
+    assert other.to_local().shape == other.layout.local_shape(tuple(view.shape))
+
+
+@run_on_ranks(2)
+def test_every_view_under_every_layout() -> None:
+    mesh = hp.init_device_mesh("cpu", (2,))
+    for name in VIEWS:
+        for layout in layouts_of(mesh, _base(), False):
+            with torch.no_grad():
+                _check(name, mesh, layout)
+
+
+@run_on_ranks(4)
+def test_uneven_shards_two_axes_and_inference_mode() -> None:
+    for shape in ((4,), (2, 2)):
+        mesh = hp.init_device_mesh("cpu", shape)
+        for number, name in enumerate(VIEWS):
+            layout = layouts_of(mesh, _base(), False)[1 + number % 2]
+            _check(name, mesh, layout)
+            with torch.inference_mode():
+                _check(name, mesh, layout)
+
+
+@run_on_ranks(2)
+def test_gradients_of_written_views_and_bases() -> None:
+    mesh = hp.init_device_mesh("cpu", (2,))
+    weight = torch.arange(36.0, dtype=torch.float64).reshape(6, 6).cos()
+
+    def program(leaf, weight, take):
+        x = leaf * 2
+        view = take(x)
+        view.mul_(3.0)
+        x[1] = view.sum()
+        y = x * weight + 1
+        later = take(y)
+        y.mul_(weight)
+        return (later.sin().sum() + x.square().sum()) * 2
+
+    for name in ("slice", "last row", "view", "diagonal", "of a view", "view of a view"):
+        plain = _base().requires_grad_()
+        expected = program(plain, weight, VIEWS[name])
+        expected.backward()
+        for layout in layouts_of(mesh, plain, False):
+            ours = hp.distribute_tensor(_base().requires_grad_(), mesh, layout)
+            other = hp.distribute_tensor(weight, mesh, [hp.Shard(0)])
+            loss = program(ours, other, VIEWS[name])
+            torch.testing.assert_close(loss.full_tensor(), expected)
+            loss.backward()
+            torch.testing.assert_close(ours.grad.full_tensor(), plain.grad, msg=lambda t, n=name: f"{n}: {t}")
+
+
+@run_on_ranks(2)
+def test_lists_out_copies_and_parameters() -> None:
+    mesh = hp.init_device_mesh("cpu", (2,))
+    plain, ours = _base(), hp.distribute_tensor(_base(), mesh, [hp.Shard(0)])
+    for x in (plain, ours):
+        views = [x[0:2], x[4:]]
+        torch._foreach_mul_(views, 2.0)
+        torch._foreach_add_(views, [views[1] * 1, views[0] * 1])
+        torch.add(x[2:4], 1.0, out=x[2:4])
+        out = x[1:3]
+        torch.mul(x[3:5], 2.0, out=out)
+        nn.init.constant_(x[5:], 9.0)
+    torch.testing.assert_close(ours.full_tensor(), plain)
+    view = ours[1:4]
+    assert isinstance(view, CopiedView)
+    for copied in (copy.deepcopy(view), pickle.loads(pickle.dumps(view))):
+        assert type(copied) is hp.DTensor
+        copied.fill_(0.0)
+    torch.testing.assert_close(ours.full_tensor(), plain)
+    weights = {}
+    for name, x in (("plain", plain), ("ours", ours)):
+        weight = weights[name] = nn.Parameter(x[1:4])
+        optimizer = torch.optim.AdamW([weight], lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            (weight * weight).sum().backward()
+            optimizer.step()
+    torch.testing.assert_close(weights["ours"].full_tensor(), weights["plain"].detach())
+    torch.testing.assert_close(ours.full_tensor(), plain)
+
+
+@run_on_ranks(2)
+def test_a_view_of_a_leaf_cannot_be_written_into() -> None:
+    mesh = hp.init_device_mesh("cpu", (2,))
+    leaf = hp.distribute_tensor(_base().requires_grad_(), mesh, [hp.Shard(0)])
+    for row in (1, slice(1, 3), 4):
+        with pytest.raises(RuntimeError, match=r"mul_: a view of a leaf that requires grad, of global shape \(6, 6\)"):
+            leaf[row].mul_(2.0)
+    with torch.no_grad():
+        leaf[4].mul_(2.0)
+    torch.testing.assert_close(leaf.full_tensor()[4], _base()[4] * 2)
+
+
+@run_on_ranks(2)
+def test_reading_a_view_costs_no_more() -> None:
+    mesh = hp.init_device_mesh("cpu", (2,))
+    x = hp.distribute_tensor(_base(), mesh, [hp.Shard(0)])
+    with hp.CommRecorder() as recorder:
+        y = x[1:3]
+        (y * 2 + y).sum()
+    assert len(recorder.records) == 1
