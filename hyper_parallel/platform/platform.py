@@ -463,6 +463,20 @@ class Platform(ABC):
         """The dims of a dense layer's ``weight`` that stand for its outputs and its inputs; None for other modules."""
         return (0, 1) if cls.is_linear_module(module) else None
 
+    @staticmethod
+    def linear_function(module: Any) -> Callable[[Any, Any, Any], Any] | None:
+        """``(x, weight, bias or None) -> output`` of a dense layer; None for a module that computes something else.
+
+        A layer for which None is given keeps its own forward.
+        """
+        del module
+        return None
+
+    @staticmethod
+    def replace_forward(module: Any, forward: Callable[..., Any]) -> None:
+        """Let ``forward(module, ...)`` compute the module's output; hooks stay around it."""
+        raise TypeError(f"the forward function of a {type(module).__name__} cannot be replaced on this platform")
+
     @classmethod
     def own_parameters(cls, module: Any) -> dict[str, Any]:
         """The parameters that belong to the module itself, by their names there; not those of modules inside it."""

@@ -7,9 +7,10 @@ until it is written to; and a plain tensor that left a module remembers the dist
 and a sum behind it become one reduce-scatter. A leaf does not remember: it would be kept alive by its own edge.
 
 Note [Lengths of blocks]
-A plain block does not tell how long the whole is. Blocks that left a module with a distributed length leave it behind:
-a later block of the same length and cut, such as the residual stream of sequence parallelism, has it too. What nothing
-is known about is taken to be cut evenly, and the ranks compare their sizes behind the program's back.
+A plain block does not tell how long the whole is, and a rank cannot guess by itself: the others might guess otherwise
+and wait for each other in different collectives. So where the module does not know the length (a linear layer knows its
+inputs), blocks are taken to be equal, and the ranks compare their sizes behind the program's back. Uneven blocks stay
+distributed: ``use_local_output=False``.
 """
 
 from __future__ import annotations
@@ -26,10 +27,6 @@ from hyper_parallel.platform import get_platform
 
 _platform = get_platform()
 _MEMORY = "_hyper_parallel_wrapped"
-_MAX_LENGTHS = 4096
-
-# (mesh, axes that cut) and the length of this rank's block -> the length of the whole, as it last left a module.
-_lengths: dict[tuple[DeviceMesh, tuple[int, ...], int], int] = {}
 
 
 class Entry:
@@ -111,8 +108,6 @@ class Entry:
             if axes:
                 length = self.lengths.get(dim - layout.ndim)
                 if length is None:
-                    length = _lengths.get((self.mesh, axes, shape[dim]))
-                if length is None:
                     return None
                 shape[dim] = length
         return tuple(shape)
@@ -131,24 +126,17 @@ class Exit:
 
     def __init__(self, mesh: DeviceMesh, wanted: tuple[Placement, ...] | None, local: bool, where: str) -> None:
         self.local = local
-        self._move = Entry(mesh, None, wanted, where)
+        self.keeps_pending = wanted is None or any(placement.is_partial() for placement in wanted)
+        self.move = Entry(mesh, None, wanted, where)
 
     def __call__(self, value: Any) -> Any:
-        if not isinstance(value, DTensor):
-            return value
-        value = self._move(value)
-        return leave(value) if self.local else value
+        value = self.move(value)
+        return leave(value) if self.local and isinstance(value, DTensor) else value
 
 
 def leave(value: DTensor) -> Any:
     """This rank's block as a plain tensor that remembers what it was."""
     plain = value.to_local()
-    layout = value._layout
-    for size, length, axes in zip(plain.shape, value._global_shape, layout.cuts, strict=True):
-        if axes:
-            if len(_lengths) >= _MAX_LENGTHS:
-                _lengths.clear()
-            _lengths[layout.mesh, axes, size] = length
     if _platform.needs_grad(plain) and not value.is_leaf:
-        setattr(plain, _MEMORY, {layout: (value, plain._version)})
+        setattr(plain, _MEMORY, {value._layout: (value, plain._version)})
     return plain

@@ -18,6 +18,7 @@ from hyper_parallel.core.tensor_parallel.prepare import (
     PrepareModuleInputOutput,
     PrepareModuleOutput,
 )
+from hyper_parallel.core.tensor_parallel.projection import Projection
 from hyper_parallel.core.tensor_parallel.style_base import ParallelStyle, described
 from hyper_parallel.platform import get_platform
 
@@ -69,7 +70,13 @@ class _CutWeight(ParallelStyle):
         distribute_parameter(module, "bias", device_mesh, bias, self.src_data_rank, where)
         enter = Entry(device_mesh, per_axis(self.input_layouts, device_mesh), wanted, where, lengths)
         leave = Exit(device_mesh, per_axis(self.output_layouts, device_mesh), self.use_local_output, where)
-        hook_values(module, enter, leave)
+        linear = _platform.linear_function(module)
+        if linear is None:
+            hook_values(module, enter, leave)
+        else:
+            is_pending = any(placement.is_shard() for placement in wanted)
+            bias_behind = is_pending and not leave.keeps_pending and not any(one.is_shard() for one in bias)
+            _platform.replace_forward(module, Projection(linear, enter, leave, bias_behind))
         return module
 
     def _placements(self, dims: tuple[int, int] | None, mesh: DeviceMesh) -> Any:

@@ -6,6 +6,7 @@ this rank's part of it.
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ __all__ = [
     "install_parameter",
     "is_embedding_module",
     "is_linear_module",
+    "linear_function",
     "linear_weight_dims",
     "load_into_param",
     "own_parameters",
@@ -35,6 +37,7 @@ __all__ = [
     "register_forward_pre_hook",
     "register_full_backward_hook",
     "register_full_backward_pre_hook",
+    "replace_forward",
     "search_parameter_by_name",
     "set_layout_into_parameter",
     "update_param_data",
@@ -71,6 +74,23 @@ def linear_weight_dims(module: object) -> tuple[int, int] | None:
         return 0, 1
     kind = type(module)
     return (1, 0) if kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils" else None
+
+
+def linear_function(module: nn.Module) -> Callable[[Any, Any, Any], Any] | None:
+    """What the layer computes of input, weight and bias; None for a subclass with a forward of its own."""
+    kind = type(module)
+    if kind.forward is nn.Linear.forward and "forward" not in vars(module):
+        return nn.functional.linear
+    return _transposed_linear if linear_weight_dims(module) == (1, 0) else None
+
+
+def _transposed_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return nn.functional.linear(x, weight.transpose(0, 1), bias)
+
+
+def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
+    """Let ``forward(module, ...)`` compute the module's output; hooks stay around it, and copies have it too."""
+    module.forward = types.MethodType(forward, module)
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

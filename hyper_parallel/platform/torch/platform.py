@@ -144,6 +144,8 @@ class TorchPlatform(Platform):
     is_linear_module = staticmethod(modules.is_linear_module)
     is_embedding_module = staticmethod(modules.is_embedding_module)
     linear_weight_dims = staticmethod(modules.linear_weight_dims)
+    linear_function = staticmethod(modules.linear_function)
+    replace_forward = staticmethod(modules.replace_forward)
     own_parameters = staticmethod(modules.own_parameters)
     install_parameter = staticmethod(modules.install_parameter)
     plain_parameters_behind = staticmethod(parameter_uses.plain_parameters_behind)

@@ -1,0 +1,47 @@
+"""A linear layer whose weight is cut: where communication and matrix product meet.
+
+Note [The seam]
+:func:`multiply` is the one place where a gather stands before a product and a reduction behind it. A platform whose
+device can do both at once (chunks of the gather against chunks of the product) replaces this function and nothing else.
+
+Note [The bias behind the sum]
+Ranks that hold summands of the output must not all add the bias, and if one of them does, its gradient has to be sent
+to the others. So a whole bias is added to the sum, where every rank has it anyway. A bias that is cut on another axis
+(2-D tensor parallelism), or a sum that is to stay pending, gets it from one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hyper_parallel.core.dtensor.distributed_tensor import DTensor
+from hyper_parallel.core.tensor_parallel.boundary import Entry, Exit, leave
+from hyper_parallel.platform import get_platform
+
+_platform = get_platform()
+
+Linear = Callable[[Any, Any, Any], Any]  # (x, weight, bias or None) -> the layer's output
+
+
+class Projection:
+    """The forward function of a linear layer whose parameters are cut."""
+
+    def __init__(self, linear: Linear, enter: Entry, exit: Exit, bias_behind: bool) -> None:
+        self.linear, self.enter, self.exit, self.bias_behind = linear, enter, exit, bias_behind
+
+    def __call__(self, module: Any, x: Any) -> Any:
+        out = multiply(x, self.enter, self.linear, module.weight, module.bias, self.exit, self.bias_behind)
+        return leave(out) if self.exit.local and isinstance(out, DTensor) else out
+
+
+def multiply(x: Any, enter: Entry, linear: Linear, weight: Any, bias: Any, exit: Exit, bias_behind: bool) -> Any:
+    """Bring the input where the product wants it, multiply, and bring the result where it is wanted.
+
+    ``bias_behind`` adds the bias to the sum, see Note [The bias behind the sum].
+    forward: the gather that ``enter`` asks for, the reduction that ``exit`` asks for; backward: their gradients.
+    """
+    x = enter(x)
+    if bias is None or not bias_behind:
+        return exit.move(linear(x, weight, bias))
+    return exit.move(linear(x, weight, None)) + bias

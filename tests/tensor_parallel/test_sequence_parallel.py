@@ -1,0 +1,124 @@
+"""What tensor and sequence parallelism send, block by block, and the trap of a norm over each head."""
+
+import pytest
+import torch
+
+import hyper_parallel as hp
+from tests.tensor_parallel.toy import Attention, Block, same_as_one_device, sp_plan, tp_plan
+from tests.world import run_on_ranks
+
+
+def _mesh() -> hp.DeviceMesh:
+    return hp.init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("tp",))
+
+
+def _block_plan(plan: dict) -> dict:
+    """The part of a decoder's plan that is about one block."""
+    return {path.removeprefix("blocks.*."): style for path, style in plan.items() if path.startswith("blocks.*.")}
+
+
+def _x(length: int = 8) -> torch.Tensor:
+    return torch.randn(2, length, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def _counts(records) -> dict[str, int]:
+    """Collectives on activations; the gradients of whole parameters are summed besides."""
+    found: dict[str, int] = {}
+    for record in records:
+        if len(record.shape) >= 3:
+            found[record.op] = found.get(record.op, 0) + 1
+    return found
+
+
+@run_on_ranks(2, 4)
+@pytest.mark.parametrize("kind", ["tp", "sp", "sp_local"])
+def test_collectives_per_half_block_and_pass(kind: str) -> None:
+    mesh = _mesh()
+    torch.manual_seed(0)
+    plan = tp_plan() if kind == "tp" else sp_plan(local=kind == "sp_local")
+    block = hp.parallelize_module(Block(8, 4, 12).double(), mesh, _block_plan(plan))
+    for length in (8, 5) if kind != "sp_local" else (8, 4):
+        x = hp.distribute_tensor(_x(length), mesh, [hp.Replicate() if kind == "tp" else hp.Shard(1)]).requires_grad_()
+        start = x * 1  # a block in the middle of a model: its input is computed
+        if kind != "sp":
+            from hyper_parallel.core.tensor_parallel.boundary import leave
+
+            start = leave(start)
+        with hp.CommRecorder() as forward:
+            out = block(start)
+        with hp.CommRecorder() as backward:
+            out.backward(torch.ones_like(out))
+        one_each = {"all_reduce": 2} if kind == "tp" else {"all_gather_into_tensor": 2, "reduce_scatter_tensor": 2}
+        assert _counts(forward.records) == one_each, forward.table()
+        assert _counts(backward.records) == one_each, backward.table()
+        others = [record.asked_by for record in forward.records if len(record.shape) < 3]
+        compared = 0 if kind != "sp_local" else 1  # the block behind the first sum: nothing tells its length
+        assert others == ["from_local compares sizes"] * compared, forward.table()
+        sums = [record for record in backward.records if len(record.shape) < 3]
+        assert len(sums) == (0 if kind == "tp" else 6), backward.table()  # of two norms, and two biases
+
+
+@run_on_ranks(2, 4)
+def test_norm_over_each_head() -> None:
+    mesh = _mesh()
+    base = _block_plan(tp_plan())
+    base = {path.removeprefix("attention."): style for path, style in base.items() if path.startswith("attention")}
+    heads = hp.Shard(1)
+
+    def built() -> Attention:
+        torch.manual_seed(0)
+        attention = Attention(8, 4, qk_norm=True).double()
+        with torch.no_grad():
+            attention.q_norm.weight.copy_(torch.tensor([0.5, 2.0]))
+        return attention
+
+    x = _x()
+    # Plain and local: every rank would get the gradient of its own heads. Refused by name.
+    ours = hp.parallelize_module(built(), mesh, base)
+    with pytest.raises(RuntimeError, match=r"RowwiseParallel on Linear.*'q_norm.weight' of shape \(2,\)"):
+        ours(x)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(x), built()(x))
+    # With a style it is right, on plain blocks and on distributed activations.
+    local = base | {"q_norm": hp.NoParallel(input_layouts=heads, output_layouts=heads)}
+    cut = hp.ColwiseParallel(use_local_output=False)
+    distributed = base | {"[qkv]": cut, "q_norm": hp.NoParallel(use_local_output=False)}
+    sequence = base | {"[qkv]": cut, "q_norm": hp.SequenceParallel(sequence_dim=1)}
+    for plan in (local, distributed, sequence):
+        same_as_one_device(built(), lambda m, p=plan: hp.parallelize_module(m, mesh, p), (x,))
+
+
+@run_on_ranks(2)
+def test_other_parameters_between_cut_projections() -> None:
+    """A plain scale before the cut is whole and allowed; one behind it is refused, also on the sequence."""
+    mesh = _mesh()
+
+    class Scaled(torch.nn.Module):
+        def __init__(self, place: str) -> None:
+            super().__init__()
+            self.place = place
+            self.up, self.down = torch.nn.Linear(4, 6), torch.nn.Linear(6, 4)
+            self.scale = torch.nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.up(x * self.scale if self.place == "before" else x)
+            x = self.down(x * self.scale if self.place == "between" else x)
+            return x * self.scale if self.place == "behind" else x
+
+    plan = {"up": hp.ColwiseParallel(), "down": hp.RowwiseParallel()}
+    x = torch.randn(2, 3, 4, dtype=torch.float64)
+    for place in ("before", "behind"):
+        model = Scaled(place).double()
+        same_as_one_device(model, lambda m: hp.parallelize_module(m, mesh, plan, src_data_rank=None), (x,), num_steps=1)
+    with pytest.raises(RuntimeError, match="the plain parameter 'scale' of shape"):
+        hp.parallelize_module(Scaled("between").double(), mesh, plan)(x)
+
+
+@run_on_ranks(2)
+def test_uneven_plain_blocks_are_an_error_on_every_rank() -> None:
+    mesh = _mesh()
+    norm = hp.parallelize_module(torch.nn.LayerNorm(8), mesh, hp.SequenceParallel())
+    block = torch.randn(2, 3 - mesh.get_local_rank(), 8)
+    out = norm(block)
+    with pytest.raises(RuntimeError, match=r"got blocks of different sizes \(rank 0: \(2, 3, 8\), rank 1: \(2, 2, 8\)"):
+        out.full_tensor()
