@@ -70,13 +70,17 @@ _HOME_OF = {
     ),
 }
 
-__all__ = ["__version__", *_HOME_OF]
+_ROOMS = ("models", "plans")  # packages that are part of the public API as they are
+
+__all__ = ["__version__", *_HOME_OF, *_ROOMS]
 
 
 _Platform.tensor_transform_provider = staticmethod(lambda: __getattr__("redistribute_local"))
 
 
 def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return importlib.import_module(f"{__name__}.{name}")
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

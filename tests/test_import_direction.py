@@ -28,7 +28,7 @@ _FLOORS = [
         "core.distributed_checkpoint",
     ],
     ["models"],
-    ["plans", "draw"],
+    ["plans", "drawing"],
     ["", "checkpoint"],  # `hyper_parallel/__init__.py`, the public API, and the short names for checkpoints.
     ["trainer"],
     ["cli"],

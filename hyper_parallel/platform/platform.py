@@ -1008,8 +1008,9 @@ class Platform(ABC):
 
     @staticmethod
     @abstractmethod
-    def register_forward_hook(module: Any, hook: Any) -> Any:
-        """Call ``hook(module, inputs, outputs)`` after forward; a handle with ``remove()``."""
+    def register_forward_hook(module: Any, hook: Any, prepend: bool = False, always_call: bool = False) -> Any:
+        """Call ``hook(module, inputs, outputs)`` after forward, with ``always_call`` also when it raised; a handle with
+        ``remove()``."""
 
     @staticmethod
     @abstractmethod

@@ -161,9 +161,11 @@ def replicate_plain_tensors(module: torch.nn.Module, distribute: Callable[[torch
                 submodule._buffers[name] = once(buffer)
 
 
-def register_forward_hook(module: torch.nn.Module, hook: Callable[..., Any]) -> Any:
-    """Call ``hook(module, inputs, outputs)`` after forward; a handle with ``remove()``."""
-    return module.register_forward_hook(hook)
+def register_forward_hook(
+    module: torch.nn.Module, hook: Callable[..., Any], prepend: bool = False, always_call: bool = False
+) -> Any:
+    """Call ``hook(module, inputs, outputs)`` after forward, with ``always_call`` also when it raised."""
+    return module.register_forward_hook(hook, prepend=prepend, always_call=always_call)
 
 
 def call_on_blocks(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -1,0 +1,6 @@
+"""Ready plans: ``for_model(model)`` says how a model that was written for one device is cut."""
+
+from hyper_parallel.plans.for_model import for_model
+from hyper_parallel.plans.roles import PlanError
+
+__all__ = ["PlanError", "for_model"]

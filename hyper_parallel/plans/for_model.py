@@ -1,0 +1,144 @@
+"""``for_model``: the plan for a model, as a dict from paths to styles that ``parallelize_module`` takes.
+
+Note [What a plan says]
+Embedding of the vocabulary: cut by rows. In each block the layers that begin a pair are cut by outputs, those that end
+one by inputs; the head by the vocabulary, so that the loss never needs all logits in one place. All else is whole.
+Between the halves of a block activations are whole, or with sequence parallelism cut on the sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard
+from hyper_parallel.core.tensor_parallel.style import ColwiseParallel, ParallelStyle, RowwiseParallel
+from hyper_parallel.plans.roles import PlanError, Roles, read_roles
+from hyper_parallel.plans.styles import (
+    ComputedWhole,
+    CutParameters,
+    GatherInputs,
+    SingleDeviceCode,
+    WholeParameters,
+)
+from hyper_parallel.platform import get_platform
+
+Plan = dict[str, list[ParallelStyle]]
+
+
+def for_model(
+    model: Any, *, sequence_parallel: bool = False, plain_outputs: bool = True, keep_whole: Iterable[str] = ()
+) -> Plan:
+    """The plan that cuts ``model``, made from its structure, for :func:`hyper_parallel.parallelize_module`.
+
+    ``sequence_parallel`` cuts the activations between the halves of a block on the sequence: a reduce-scatter and an
+    all-gather take the place of each all-reduce, and norms and dropout are shared out. With ``plain_outputs`` the model
+    returns plain whole tensors, as on one device; without, logits stay cut on the vocabulary. Modules that match a path
+    of ``keep_whole`` (with ``*`` and ``**``) are not cut. A model that cannot be read is a ``PlanError`` (a ValueError)
+    that names the module.
+
+    >>> from hyper_parallel import models
+    >>> plan = for_model(models.Llama(models.LlamaConfig(num_blocks=2)))
+    >>> plan["blocks.*.feed_forward.down"]
+    [RowwiseParallel(input_layouts=Shard(-1), output_layouts=Replicate(), use_local_output=False)]
+    """
+    platform = get_platform()
+    if not isinstance(model, platform.Module):
+        raise TypeError(f"plans.for_model takes a model, got {type(model).__name__}")
+    if isinstance(keep_whole, str):
+        raise TypeError(f"plans.for_model: keep_whole takes a list of paths; write keep_whole=[{keep_whole!r}]")
+    roles = read_roles(model, tuple(keep_whole))
+    if not (roles.columns or roles.attentions):
+        raise PlanError(_nothing_to_cut(model))
+    between = Shard(_sequence_dim(model, roles)) if sequence_parallel else Replicate()
+    plan = _plan_of(model, roles, between)
+    plan.setdefault("", []).insert(0, SingleDeviceCode(plain_outputs=plain_outputs))
+    for block in roles.blocks:
+        plan.setdefault(block, []).insert(0, SingleDeviceCode())
+    paths = [path for path, _ in platform.get_cells_and_names(model)]
+    return _with_stars({path: plan[path] for path in paths if path in plan}, paths)
+
+
+def _plan_of(model: Any, roles: Roles, between: Placement) -> Plan:
+    platform = get_platform()
+    plan: Plan = {}
+
+    def give(paths: Iterable[str], make: Any) -> None:
+        for path in paths:
+            plan.setdefault(path, []).append(make())
+
+    give(roles.vocabularies, lambda: RowwiseParallel(output_layouts=between, use_local_output=False))
+    give(roles.parts, GatherInputs)
+    give(roles.columns, lambda: ColwiseParallel(use_local_output=False))
+    give(roles.rows, lambda: RowwiseParallel(output_layouts=between, use_local_output=False))
+    give(roles.attentions, lambda: GatherInputs(output=between))
+    give(roles.attentions, lambda: CutParameters(_PACKED))
+    outs = [f"{path}.out_proj" if path else "out_proj" for path in roles.attentions]
+    give(outs, lambda: CutParameters({"weight": Shard(1)}))
+    give(roles.mixtures, lambda: ComputedWhole(output=between))
+    give(roles.heads, lambda: ColwiseParallel(use_local_output=False))
+    cut = {*roles.vocabularies, *roles.columns, *roles.rows, *roles.attentions, *outs, *roles.heads}
+    mixed = tuple(f"{path}." for path in roles.mixtures)
+    for path, module in platform.get_cells_and_names(model):
+        if path in cut or path in roles.mixtures or (mixed and path.startswith(mixed)):
+            continue
+        if platform.own_parameters(module):
+            plan.setdefault(path, []).append(WholeParameters())
+    return plan
+
+
+# Of nn.MultiheadAttention. The three parts of in_proj_weight lie behind each other: a cut of the whole is not a cut of
+# each, so what is computed with it moves between ranks before the heads are told apart.
+_PACKED = {
+    "in_proj_weight": Shard(0),
+    "in_proj_bias": Shard(0),
+    "q_proj_weight": Shard(0),
+    "k_proj_weight": Shard(0),
+    "v_proj_weight": Shard(0),
+}
+
+
+def _sequence_dim(model: Any, roles: Roles) -> int:
+    """1, or 0 for the framework's own transformers unless they are told that the batch comes first."""
+    modules = dict(get_platform().get_cells_and_names(model))
+    firsts = {bool(modules[path].batch_first) for path in roles.attentions}
+    if len(firsts) > 1:
+        raise PlanError(
+            "plans.for_model: some attention modules have batch_first=True and some have not, so there is no one dim "
+            "of the sequence; use sequence_parallel=False"
+        )
+    return 0 if firsts == {False} else 1
+
+
+def _nothing_to_cut(model: Any) -> str:
+    platform = get_platform()
+    largest, name, size = "", "", -1
+    for path, module in platform.get_cells_and_names(model):
+        for parameter_name, parameter in platform.own_parameters(module).items():
+            if parameter.numel() > size:
+                largest, name, size = path, f"{type(module).__name__}.{parameter_name}", parameter.numel()
+    where = f"; its largest parameter is {name} of {largest!r}" if name else ", and it has no parameters"
+    return (
+        f"plans.for_model: found no linear layers in {type(model).__name__} of which one leads into the other"
+        f"{where}. Write a plan by hand: a dict from paths to ColwiseParallel() and RowwiseParallel()"
+    )
+
+
+def _with_stars(plan: Plan, paths: list[str]) -> Plan:
+    """Entries of blocks that are alike but for their number as one entry with ``*``."""
+    numbers: dict[str, list[str]] = {}
+    for path in paths:
+        numbers.setdefault(_starred(path), []).append(path)
+    made: Plan = {}
+    for path, styles in plan.items():
+        starred = _starred(path)
+        alike = numbers[starred]
+        if starred == path or len({repr(plan.get(other)) for other in alike}) > 1:
+            made[path] = styles
+        else:
+            made.setdefault(starred, styles)
+    return made
+
+
+def _starred(path: str) -> str:
+    return ".".join("*" if name.isdigit() else name for name in path.split("."))

@@ -1,0 +1,273 @@
+"""Reading a model's structure: which layers are cut by outputs, which by inputs, what stays whole.
+
+Note [Names first, then sizes]
+In the blocks of a model (the members of its module lists) linear layers come in pairs: the first is cut by its outputs,
+the second by its inputs, and what lies between is cut and needs no communication. Well-known names say which is which.
+Where a name is not known, the sizes do: inside one part of a block, the last layer that leads back to the width of the
+block is cut by inputs, and those that start from that width by outputs. A layer of a block that fits neither stops the
+plan, by name: the user decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from hyper_parallel.platform import get_platform
+
+# fmt: off
+_COLUMN_NAMES = frozenset((
+    "q_proj", "k_proj", "v_proj", "query", "key", "value", "q", "k", "v", "q_lin", "k_lin", "v_lin", "wq", "wk", "wv",
+    "qkv_proj", "qkv", "query_key_value", "c_attn", "q_attn",
+    "gate_proj", "up_proj", "gate_up_proj", "gate", "up", "w1", "w3",
+    "fc1", "c_fc", "fc_in", "dense_h_to_4h", "wi", "wi_0", "wi_1", "linear1", "lin1", "intermediate.dense",
+))
+_ROW_NAMES = frozenset((
+    "o_proj", "out_proj", "o", "out_lin", "c_proj", "attention.dense", "self_attention.dense", "output.dense", "output",
+    "down_proj", "down", "w2", "fc2", "fc_out", "dense_4h_to_h", "wo", "linear2", "lin2",
+))
+# fmt: on
+# Parts whose steps depend on values: every rank computes them on whole tensors.
+_MIXTURES = ("MoeBlock", "MoE", "SparseMLP")
+
+
+@dataclass
+class Roles:
+    """Paths of modules by what a plan does with them."""
+
+    blocks: list[str] = field(default_factory=list)
+    parts: list[str] = field(default_factory=list)  # whose input all columns inside share
+    columns: list[str] = field(default_factory=list)
+    rows: list[str] = field(default_factory=list)
+    attentions: list[str] = field(default_factory=list)  # of the framework's own kind, with one weight for q, k and v
+    mixtures: list[str] = field(default_factory=list)
+    vocabularies: list[str] = field(default_factory=list)
+    heads: list[str] = field(default_factory=list)
+
+
+class PlanError(ValueError):
+    """No plan could be made; the message names the module that stopped it."""
+
+
+def read_roles(model: Any, keep_whole: Iterable[str]) -> Roles:
+    """The roles of the modules of ``model``; those that match ``keep_whole`` have none."""
+    platform = get_platform()
+    modules = dict(platform.get_cells_and_names(model))
+    kept = [path for path in modules if any(_is_inside(path, pattern) for pattern in keep_whole)]
+    skipped = frozenset(kept)
+    roles = Roles(blocks=[path for path in modules if _is_list_member(path, modules)])
+    outermost = [path for path in roles.blocks if not any(_is_below(path, other) for other in roles.blocks)]
+    for block in outermost or [""]:
+        _read_block(block, modules, roles, skipped, refuse=bool(outermost))
+    _read_ends(model, modules, roles, skipped)
+    return roles
+
+
+def _is_inside(path: str, pattern: str) -> bool:
+    names = path.split(".")
+    return any(_names_match(names[:count], pattern.split(".")) for count in range(1, len(names) + 1))
+
+
+def _names_match(names: list[str], patterns: list[str]) -> bool:
+    if not patterns:
+        return not names
+    if patterns[0] == "**":
+        return any(_names_match(names[start:], patterns[1:]) for start in range(len(names) + 1))
+    return bool(names) and fnmatchcase(names[0], patterns[0]) and _names_match(names[1:], patterns[1:])
+
+
+def _is_list_member(path: str, modules: Mapping[str, Any]) -> bool:
+    parent, _, name = path.rpartition(".")
+    return name.isdigit() and type(modules[parent]).__name__ in ("ModuleList", "CellList")
+
+
+def _is_below(path: str, other: str) -> bool:
+    return path.startswith(f"{other}.") if other else bool(path)
+
+
+def _below(path: str, modules: Mapping[str, Any]) -> list[str]:
+    return [other for other in modules if _is_below(other, path)]
+
+
+def _read_block(block: str, modules: Mapping[str, Any], roles: Roles, skipped: frozenset[str], refuse: bool) -> None:
+    """Sort the linear layers of one block; see Note [Names first, then sizes]."""
+    platform = get_platform()
+    inside = [path for path in [block, *_below(block, modules)] if path not in skipped]
+    roles.mixtures += [
+        path
+        for path in inside
+        if any(sign in type(modules[path]).__name__ for sign in _MIXTURES)
+        and any(
+            platform.linear_weight_dims(modules[other]) is None and _weights(modules[other])
+            for other in _below(path, modules)
+        )
+    ]
+    roles.attentions += [path for path in inside if type(modules[path]).__name__ == "MultiheadAttention"]
+    taken = [*roles.mixtures, *roles.attentions]
+    linears = [
+        path
+        for path in inside
+        if platform.linear_weight_dims(modules[path]) is not None and not any(_is_below(path, other) for other in taken)
+    ]
+    named = {path: _role_by_name(path, block) for path in linears}
+    if linears and all(named.values()) and {"column", "row"} <= set(named.values()):
+        columns = [path for path in linears if named[path] == "column"]
+        rows = [path for path in linears if named[path] == "row"]
+    else:
+        columns, rows = _roles_by_size(block, linears, modules, refuse)
+    roles.columns += columns
+    roles.rows += rows
+    roles.parts += sorted({_part_of(path, block) for path in columns} - {block}, key=inside.index)
+    if refuse:
+        _refuse_other_weights(inside, taken, modules)
+
+
+def _role_by_name(path: str, block: str) -> str | None:
+    names = path.removeprefix(f"{block}.").split(".")
+    for count in (2, 1):
+        name = ".".join(names[-count:])
+        if name in _COLUMN_NAMES:
+            return "column"
+        if name in _ROW_NAMES:
+            return "row"
+    return None
+
+
+def _part_of(path: str, block: str) -> str:
+    """The module directly around a layer, which all its neighbours get their input from."""
+    parent = path.rpartition(".")[0]
+    return parent if parent.startswith(block) else block
+
+
+def _sizes(path: str, modules: Mapping[str, Any]) -> tuple[int, int]:
+    """(inputs, outputs) of a linear layer."""
+    outputs, inputs = get_platform().linear_weight_dims(modules[path])
+    shape = get_platform().own_parameters(modules[path])["weight"].shape
+    return shape[inputs], shape[outputs]
+
+
+def _roles_by_size(
+    block: str, linears: list[str], modules: Mapping[str, Any], refuse: bool
+) -> tuple[list[str], list[str]]:
+    columns: list[str] = []
+    rows: list[str] = []
+    groups: dict[str, list[str]] = {}
+    for path in linears:
+        inner = path.removeprefix(f"{block}.") if block else path
+        groups.setdefault(inner.split(".")[0] if "." in inner else "", []).append(path)
+    groups = _joined(groups, modules)
+    for paths in groups.values():
+        found = _pairs(paths, modules)
+        if found is None:
+            if refuse:
+                stopped = max(paths, key=lambda path: _sizes(path, modules)[0] * _sizes(path, modules)[1])
+                listed = ", ".join("{} ({} -> {})".format(path, *_sizes(path, modules)) for path in paths)
+                raise PlanError(
+                    f"plans.for_model: cannot tell how to cut {stopped!r}, a {type(modules[stopped]).__name__}: the "
+                    f"linear layers beside each other, {listed}, make no pair of which one's outputs are the other's "
+                    f"inputs. Leave it whole with keep_whole=[{_starred(stopped)!r}], or write its styles into the plan"
+                )
+            continue
+        columns += found[0]
+        rows += found[1]
+    return columns, rows
+
+
+def _joined(groups: dict[str, list[str]], modules: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Parts with a single layer each, of which one leads into the next, made one part."""
+    joined: dict[str, list[str]] = {}
+    last = None
+    for name, paths in groups.items():
+        lone = last is not None and len(paths) == 1 and len(joined[last]) == 1
+        if lone and _sizes(joined[last][0], modules)[1] == _sizes(paths[0], modules)[0]:  # type: ignore[index]
+            joined[last] += paths  # type: ignore[index]
+            last = None
+        else:
+            joined[name] = list(paths)
+            last = name
+    return joined
+
+
+def _pairs(paths: list[str], modules: Mapping[str, Any]) -> tuple[list[str], list[str]] | None:
+    """(columns, rows) of the layers of one part; None where they do not fit."""
+    sizes = {path: _sizes(path, modules) for path in paths}
+    width = sizes[paths[0]][0]
+    last = paths[-1]
+    starts = [path for path in paths[:-1] if sizes[path][0] == width]
+    if len(paths) > 1 and len(starts) == len(paths) - 1 and sizes[last][1] == width:
+        between = sizes[last][0]
+        if all(sizes[path][1] % between == 0 or between % sizes[path][1] == 0 for path in starts):
+            return starts, [last]
+    columns, rows = [], []  # a chain: each second layer leads on from the first
+    place = 0
+    while place + 1 < len(paths):
+        first, second = paths[place], paths[place + 1]
+        if sizes[first][1] != sizes[second][0]:
+            return None
+        columns.append(first)
+        rows.append(second)
+        place += 2
+    return (columns, rows) if columns and place == len(paths) else None
+
+
+def _weights(module: Any) -> list[str]:
+    """Names of the module's own parameters with more than one dim."""
+    return [name for name, parameter in get_platform().own_parameters(module).items() if parameter.ndim > 1]
+
+
+def _refuse_other_weights(inside: list[str], taken: list[str], modules: Mapping[str, Any]) -> None:
+    platform = get_platform()
+    for path in inside:
+        module = modules[path]
+        if any(path == other or _is_below(path, other) for other in taken):
+            continue
+        if platform.linear_weight_dims(module) is not None or platform.is_embedding_module(module):
+            continue
+        weights = _weights(module)
+        if weights:
+            raise PlanError(
+                f"plans.for_model: cannot tell how to cut {path!r}, a {type(module).__name__} with weights of its own "
+                f"({', '.join(weights)}). Leave it whole with keep_whole=[{_starred(path)!r}], or write its style into "
+                "the plan"
+            )
+
+
+def _starred(path: str) -> str:
+    return ".".join("*" if name.isdigit() else name for name in path.split("."))
+
+
+def _read_ends(model: Any, modules: Mapping[str, Any], roles: Roles, skipped: frozenset[str]) -> None:
+    """The embedding of the vocabulary and the head: a Hugging Face model tells, others are read by size."""
+    platform = get_platform()
+    path_of = {id(module): path for path, module in modules.items()}
+
+    def told(method: str) -> str | None:
+        try:
+            module = getattr(model, method)()
+        except (AttributeError, NotImplementedError):
+            return None
+        return path_of.get(id(module))
+
+    def outside(path: str) -> bool:
+        return path not in skipped and not any(_is_below(path, block) for block in roles.blocks)
+
+    embeddings = [path for path in modules if platform.is_embedding_module(modules[path]) and outside(path)]
+    vocabulary = told("get_input_embeddings")
+    if vocabulary is None and embeddings:
+        vocabulary = max(embeddings, key=lambda path: platform.own_parameters(modules[path])["weight"].shape[0])
+    if vocabulary in embeddings:
+        roles.vocabularies.append(vocabulary)
+    head = told("get_output_embeddings")
+    if head is None and vocabulary in embeddings:
+        size = platform.own_parameters(modules[vocabulary])["weight"].shape[0]
+        fitting = [
+            path
+            for path in modules
+            if platform.linear_weight_dims(modules[path]) is not None and outside(path) and path
+            if path not in (*roles.columns, *roles.rows) and _sizes(path, modules)[1] == size
+        ]
+        head = fitting[-1] if fitting else None
+    if head is not None and platform.linear_weight_dims(modules[head]) is not None and outside(head):
+        roles.heads.append(head)

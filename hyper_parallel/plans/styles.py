@@ -1,0 +1,210 @@
+"""Styles that ready plans need beside those of `core/tensor_parallel`: for code that nobody wrote for many devices.
+
+Note [Distributed all the way]
+Under a ready plan activations are distributed tensors from the embedding to the head, also between modules. Whatever
+the model's own code does with them, the operators' rules and the one law of gradients make it right: a plan only
+decides what is cheap. Heads that do not divide, norms over each head, a forgotten module cost communication and never
+a wrong number. Tensors that the model makes for itself (masks, positions, tables of angles) are the same on every rank,
+for all ranks run the same code on the same inputs; they are taken as whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+from hyper_parallel.core.dtensor.distributed_tensor import DTensor
+from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.dtensor.placement_types import Placement, Replicate
+from hyper_parallel.core.dtensor.skip_dispatch import SkipDTensorDispatch
+from hyper_parallel.core.shard.mixing import implicit_replication
+from hyper_parallel.core.tensor_parallel.module_parameters import distribute_parameter
+from hyper_parallel.core.tensor_parallel.placements import per_axis
+from hyper_parallel.core.tensor_parallel.style_base import ParallelStyle, described
+from hyper_parallel.platform import get_platform
+
+_platform = get_platform()
+
+
+class SingleDeviceCode(ParallelStyle):
+    """The module's forward may mix distributed tensors with plain ones, which are whole on every rank.
+
+    With ``plain_outputs`` the tensors it returns are gathered and plain, as on one device; their gradients are whole.
+    See Note [Distributed all the way].
+    """
+
+    def __init__(self, *, plain_outputs: bool = False) -> None:
+        self.plain_outputs = plain_outputs
+
+    def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
+        promise = implicit_replication()
+
+        def before(_: Any, args: Any) -> None:
+            promise.__enter__()
+
+        def after(_: Any, inputs: Any, outputs: Any) -> Any:
+            promise.__exit__(None, None, None)
+            return map_tensors(whole_and_plain, outputs) if self.plain_outputs else None
+
+        _platform.register_forward_pre_hook(module, before, prepend=True)
+        _platform.register_forward_hook(module, after, always_call=True)
+        return module
+
+    def __repr__(self) -> str:
+        return described(self, plain_outputs=self.plain_outputs)
+
+
+class WholeParameters(ParallelStyle):
+    """The module's own parameters are whole on every rank; it computes on whatever part of the activations comes.
+
+    forward: nothing; backward: one all-reduce of a parameter's gradient where the activations are cut.
+    """
+
+    def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
+        where = f"WholeParameters on {type(module).__name__}"
+        for name in _platform.own_parameters(module):
+            distribute_parameter(
+                module, name, device_mesh, (Replicate(),) * device_mesh.ndim, self.src_data_rank, where
+            )
+        return module
+
+
+class CutParameters(ParallelStyle):
+    """The module's own parameters lie as ``layouts`` says by name; others are whole.
+
+    For modules that use each other's weights without calling each other, as ``nn.MultiheadAttention`` does.
+    """
+
+    def __init__(self, layouts: Mapping[str, Placement]) -> None:
+        self.layouts = dict(layouts)
+
+    def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
+        where = f"CutParameters on {type(module).__name__}"
+        for name in _platform.own_parameters(module):
+            placements = per_axis(self.layouts.get(name, Replicate()), device_mesh)
+            distribute_parameter(module, name, device_mesh, placements, self.src_data_rank, where)
+        return module
+
+    def __repr__(self) -> str:
+        return f"CutParameters({self.layouts!r})"
+
+
+class GatherInputs(ParallelStyle):
+    """Inputs that are cut or pending are made whole once, for all the layers inside; outputs leave under ``output``.
+
+    forward: one all-gather per input that is cut; backward: one reduce-scatter of its gradient.
+    """
+
+    def __init__(self, *, output: Placement | None = None) -> None:
+        self.output = output
+
+    def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
+        def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            done: dict[int, Any] = {}  # one input given as query, key and value stays one
+
+            def gather(value: Any) -> Any:
+                if not isinstance(value, DTensor) or value._layout.is_replicated:
+                    return value
+                if id(value) not in done:
+                    done[id(value)] = value.redistribute(value.device_mesh, value._layout.replicated())
+                return done[id(value)]
+
+            return tuple(map(gather, args)), {name: gather(value) for name, value in kwargs.items()}
+
+        _platform.register_forward_pre_hook(module, before, with_kwargs=True)
+        if self.output is not None:
+            leave = _mover(device_mesh, self.output)
+            _platform.register_forward_hook(module, lambda _, inputs, outputs: _on_first(leave, outputs))
+        return module
+
+    def __repr__(self) -> str:
+        return described(self, output=self.output) if self.output is not None else "GatherInputs()"
+
+
+class ComputedWhole(ParallelStyle):
+    """Every rank runs the module's own code on whole plain tensors; the outputs leave under ``output``.
+
+    For code whose steps depend on values, such as a mixture of experts that asks how many tokens an expert got. The
+    parameters are whole on every rank, and so are their gradients.
+    forward: one all-gather per input that is cut; backward: what the gather's gradient needs.
+    """
+
+    def __init__(self, *, output: Placement | None = None) -> None:
+        self.output = output
+
+    def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
+        where = f"ComputedWhole on {type(module).__name__}"
+        whole = (Replicate(),) * device_mesh.ndim
+        for _, inner in _platform.get_cells_and_names(module):
+            for name in _platform.own_parameters(inner):
+                distribute_parameter(inner, name, device_mesh, whole, self.src_data_rank, where)
+        skip = SkipDTensorDispatch()
+        leave = _mover(device_mesh, self.output or Replicate())
+
+        def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            plain = map_tensors(whole_and_plain, (args, kwargs))
+            skip.__enter__()
+            return plain
+
+        def after(_: Any, inputs: Any, outputs: Any) -> Any:
+            skip.__exit__(None, None, None)
+            return map_tensors(lambda value: leave(_as_whole(value, device_mesh)), outputs)
+
+        _platform.register_forward_pre_hook(module, before, with_kwargs=True)
+        _platform.register_forward_hook(module, after, always_call=True)
+        return module
+
+    def __repr__(self) -> str:
+        return described(self, output=self.output)
+
+
+def whole_and_plain(value: Any) -> Any:
+    """A distributed tensor's whole value as a plain tensor; its gradient is taken as whole."""
+    if not isinstance(value, DTensor):
+        return value
+    if not value._layout.is_replicated:
+        value = value.redistribute(value.device_mesh, value._layout.replicated())
+    return value.to_local()
+
+
+def map_tensors(function: Callable[[Any], Any], values: Any) -> Any:
+    """``function`` on every tensor in tuples, lists, dicts and the output classes of Hugging Face."""
+    if _platform.is_tensor(values):
+        return function(values)
+    if isinstance(values, dict):
+        mapped = {name: map_tensors(function, value) for name, value in values.items()}
+        if type(values) is dict:
+            return mapped
+        for name, value in mapped.items():  # an output class: a dict with fields of its own, changed in place
+            if value is not values[name]:
+                values[name] = value
+        return values
+    if isinstance(values, (list, tuple)):
+        items = [map_tensors(function, value) for value in values]
+        return type(values)(*items) if hasattr(values, "_fields") else type(values)(items)
+    return values
+
+
+def _mover(mesh: DeviceMesh, placement: Placement) -> Callable[[Any], Any]:
+    placements = per_axis(placement, mesh)
+
+    def move(value: Any) -> Any:
+        if not isinstance(value, DTensor) or value.ndim == 0:
+            return value
+        layout = Layout.from_placements(mesh, placements, value.ndim)
+        return value if value._layout is layout else value.redistribute(mesh, layout)
+
+    return move
+
+
+def _as_whole(value: Any, mesh: DeviceMesh) -> Any:
+    if isinstance(value, DTensor):
+        return value
+    return _platform.as_dtensor(DTensor, _platform.alias(value), Layout.of(mesh, ((),) * value.ndim), value.shape)
+
+
+def _on_first(function: Callable[[Any], Any], outputs: Any) -> Any:
+    if isinstance(outputs, tuple):
+        return (function(outputs[0]), *outputs[1:])
+    return function(outputs)

@@ -1,0 +1,191 @@
+"""Hugging Face models at toy size, from a config with random weights, for tests: nothing is downloaded.
+
+Note [Double precision in code that asks for single]
+The models compute norms, softmax, angles and the loss in float32 whatever their weights are, so runs in float64 agree
+to 1e-7 only. Inside :func:`in_double` the models' files see float64 under the name ``float32``, for the plain and the
+cut run alike, and the numbers can be compared to 1e-9.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import torch
+
+import hyper_parallel as hp
+
+VOCABULARY = 37  # divides by neither 2 nor 4
+
+_DECODER = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "initializer_range": 0.3,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_GPT2 = {
+    "vocab_size": VOCABULARY,
+    "n_embd": 16,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 32,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+    "initializer_range": 0.3,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_BERT = {
+    **{name: _DECODER[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")},
+    "num_attention_heads": 4,
+    "max_position_embeddings": 32,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+    "initializer_range": 0.3,
+}
+
+# name -> (class of the model, class of its config, sizes)
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", "LlamaConfig", _DECODER),
+    "llama_tied": ("LlamaForCausalLM", "LlamaConfig", {**_DECODER, "tie_word_embeddings": True}),
+    "llama_odd_heads": (
+        "LlamaForCausalLM",
+        "LlamaConfig",
+        {**_DECODER, "hidden_size": 12, "num_attention_heads": 3, "num_key_value_heads": 1, "intermediate_size": 10},
+    ),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**_DECODER, "head_dim": 8, "tie_word_embeddings": True}),
+    "mistral": ("MistralForCausalLM", "MistralConfig", {**_DECODER, "sliding_window": 4}),
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", _GPT2),
+    "bert": ("BertModel", "BertConfig", _BERT),
+    "mixtral": (
+        "MixtralForCausalLM",
+        "MixtralConfig",
+        {**_DECODER, "num_local_experts": 3, "num_experts_per_tok": 2, "output_router_logits": True},
+    ),
+}
+
+
+def build(name: str, dtype: torch.dtype = torch.float64) -> torch.nn.Module:
+    """The model, the same weights on every call."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    model_class, config_class, sizes = CASES[name]
+    config = getattr(transformers, config_class)(**sizes)
+    if "num_local_experts" in sizes:
+        config._experts_implementation = "eager"  # the grouped kernel has no float64
+    torch.manual_seed(0)
+    model = getattr(transformers, model_class)(config).to(dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():  # norms start as ones and biases as zeros: gradients say more elsewhere
+            if parameter.ndim == 1:
+                parameter.add_(0.1 * torch.randn(parameter.shape).to(dtype))
+    return model
+
+
+def batch(name: str, length: int = 6) -> dict[str, torch.Tensor]:
+    """Three sequences, one of them padded on the right; labels where the model has a loss."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, VOCABULARY, (3, length), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[1, length - 2 :] = 0
+    ids[mask == 0] = 0
+    given = {"input_ids": ids, "attention_mask": mask}
+    if CASES[name][0] != "BertModel":
+        given["labels"] = ids.masked_fill(mask == 0, -100)
+    return given
+
+
+class _DoubleTorch:
+    """The module torch, with float64 under the name float32."""
+
+    float32 = torch.float64
+    float = torch.float64
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+@contextmanager
+def in_double() -> Iterator[None]:
+    """See Note [Double precision in code that asks for single]."""
+    double = _DoubleTorch()
+    modules = [
+        module
+        for name, module in sys.modules.items()
+        if name.startswith(("transformers.models.", "transformers.integrations.", "transformers.modeling_rope"))
+        and getattr(module, "torch", None) is torch
+    ]
+    kinds = (torch.Tensor, hp.DTensor)
+    before = [vars(kind).get("float") for kind in kinds]
+    for module in modules:
+        module.torch = double
+    for kind in kinds:
+        kind.float = kind.double
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.torch = torch
+        for kind, method in zip(kinds, before, strict=True):
+            if method is None:
+                del kind.float
+            else:
+                kind.float = method
+
+
+def loss_of(outputs: Any) -> torch.Tensor:
+    """The model's own loss, or for one without a number that depends on everything it returns."""
+    if getattr(outputs, "loss", None) is not None:
+        return outputs.loss
+    return outputs.last_hidden_state.sin().sum() + outputs.pooler_output.square().sum()
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole value, plain."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, hp.DTensor) else tensor
+
+
+def train(model: torch.nn.Module, given: dict[str, torch.Tensor], num_steps: int = 2) -> dict[str, torch.Tensor]:
+    """Everything that must be equal: outputs and gradients of the first step, losses, weights after the last."""
+    # A larger eps: the gradient of a key's bias is zero but for rounding, and Adam would step by its sign.
+    eps = 1e-6 if next(model.parameters()).dtype == torch.float64 else 1e-2
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=eps)
+    seen: dict[str, torch.Tensor] = {}
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        outputs = model(**given)
+        loss = loss_of(outputs)
+        loss.backward()
+        if step == 0:
+            seen["outputs"] = whole(getattr(outputs, "logits", outputs[0]))
+            seen |= {f"grad of {name}": whole(parameter.grad) for name, parameter in model.named_parameters()}
+        seen[f"loss {step}"] = whole(loss)
+        optimizer.step()
+    return seen | {f"weight of {name}": whole(parameter) for name, parameter in model.named_parameters()}
+
+
+def assert_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], rtol: float, atol: float) -> None:
+    """All values of two runs; the message names the ones that differ."""
+    assert got.keys() == want.keys()
+    wrong = {
+        name: (got[name] - want[name]).abs().max().item()
+        for name in want
+        if got[name].shape != want[name].shape or not torch.allclose(got[name], want[name], rtol=rtol, atol=atol)
+    }
+    assert not wrong, f"differ by up to: {wrong}"

@@ -1,0 +1,168 @@
+"""Unmodified Hugging Face models under their ready plans: everything a training step makes is that of one device."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import hyper_parallel as hp
+from tests.world import run_on_ranks
+
+pytest.importorskip("transformers", reason='these models are in an extra: pip install "hyper-parallel[transformers]"')
+
+from tests.tensor_parallel.hugging_face import (
+    CASES,
+    VOCABULARY,
+    assert_same,
+    batch,
+    build,
+    in_double,
+    loss_of,
+    train,
+    whole,
+)
+
+
+def _mesh():
+    return hp.init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("tp",))
+
+
+def _cut(name, dtype=torch.float64, **options):
+    model = build(name, dtype)
+    return hp.parallelize_module(model, _mesh(), hp.plans.for_model(model, **options))
+
+
+@run_on_ranks(2, 4)
+@pytest.mark.parametrize("name", CASES)
+def test_training_equals_one_device(name):
+    plain, given = build(name), batch(name)
+    cut = [_cut(name), _cut(name, sequence_parallel=True)]
+    with in_double():
+        want = train(plain, given)
+        for model in cut:
+            assert_same(train(model, given), want, rtol=1e-9, atol=1e-9)
+    want = train(build(name, torch.float32), given)
+    got = train(_cut(name, torch.float32, sequence_parallel=True), given)
+    assert_same(got, want, rtol=1e-3, atol=1e-4)
+
+
+@run_on_ranks(2, 4)
+def test_a_tied_weight_stays_one_parameter_with_one_gradient():
+    for name, head in (("llama_tied", "lm_head"), ("gpt2", "lm_head")):
+        model = _cut(name)
+        assert model.get_input_embeddings().weight is getattr(model, head).weight
+        assert len(list(model.parameters())) == len(list(build(name).parameters()))
+
+
+@run_on_ranks(2)
+def test_weights_lie_as_the_plan_says():
+    model = _cut("llama")
+    layouts = {name: parameter.placements for name, parameter in model.named_parameters()}
+    expected = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "o_proj": 1, "gate_proj": 0, "up_proj": 0, "down_proj": 1}
+    for name, placements in layouts.items():
+        part = name.split(".")[-2]
+        if part in ("embed_tokens", "lm_head"):
+            assert placements == (hp.Shard(0),), name
+        else:
+            assert placements == ((hp.Shard(expected[part]),) if part in expected else (hp.Replicate(),)), name
+
+
+@run_on_ranks(2)
+def test_collectives_per_step():
+    """Plain: one all-reduce per half block and pass, one for embedding and head. Sequence: gather and scatter."""
+    num_layers, given = 2, batch("llama", length=8)
+    for sequence_parallel in (False, True):
+        model = _cut("llama", sequence_parallel=sequence_parallel, plain_outputs=False)
+        with hp.CommRecorder() as forward:
+            loss = model(**given).loss
+        with hp.CommRecorder() as backward:
+            loss.backward()
+        in_loss = sum(record.asked_by == "inside cross_entropy_loss" for record in forward.records)
+        if sequence_parallel:
+            assert forward.counts["all_gather_into_tensor"] == 2 * num_layers + 1
+            assert forward.counts["reduce_scatter_tensor"] == 2 * num_layers + 1
+            assert backward.counts["all_gather_into_tensor"] == 2 * num_layers + 1
+            assert backward.counts["reduce_scatter_tensor"] == 2 * num_layers + 1
+            assert forward.counts["all_reduce"] == in_loss
+            assert backward.counts["all_reduce"] == 2 * num_layers + 1  # the scales of the norms
+        else:
+            assert forward.counts == {"all_reduce": 2 * num_layers + 1 + in_loss}
+            assert backward.counts == {"all_reduce": 2 * num_layers + 1}
+
+
+@run_on_ranks(2)
+def test_outputs_are_plain_and_whole_or_cut_as_asked():
+    given = batch("llama")
+    plain, cut = _cut("llama")(**given), _cut("llama", plain_outputs=False)(**given)
+    assert type(plain.logits) is torch.Tensor and type(plain.loss) is torch.Tensor
+    assert cut.logits.placements == (hp.Shard(2),)
+    torch.testing.assert_close(cut.logits.full_tensor(), plain.logits)
+    torch.testing.assert_close(plain[1], plain.logits)
+
+
+@run_on_ranks(2, 4)
+def test_a_loss_of_ones_own_on_the_plain_logits():
+    given = {name: value for name, value in batch("qwen3").items() if name != "labels"}
+    target = torch.arange(18).reshape(3, 6) % VOCABULARY
+    grads = []
+    for model in (build("qwen3"), _cut("qwen3", sequence_parallel=True)):
+        with in_double():
+            logits = model(**given).logits
+            F.cross_entropy(logits.flatten(0, 1), target.flatten(), label_smoothing=0.1).backward()
+        grads.append({name: whole(parameter.grad) for name, parameter in model.named_parameters()})
+    assert_same(grads[1], grads[0], rtol=1e-9, atol=1e-9)
+
+
+@run_on_ranks(2)
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "mixtral"])
+def test_gradient_checkpointing(name):
+    given = batch(name)
+    plain = build(name).train()
+    cut = _cut(name, sequence_parallel=True).train()
+    cut.gradient_checkpointing_enable()
+    with in_double():
+        assert_same(train(cut, given, 1), train(plain, given, 1), rtol=1e-9, atol=1e-9)
+
+
+@run_on_ranks(2)
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "gpt2", "mixtral"])
+def test_generate(name):
+    ids = batch(name)["input_ids"][:2, :4].clamp(min=3)
+    mask = torch.ones_like(ids)
+    arguments = {"max_new_tokens": 4, "do_sample": False, "attention_mask": mask, "pad_token_id": 0}
+    plain, cut = build(name).eval(), [_cut(name).eval(), _cut(name, sequence_parallel=True).eval()]
+    with in_double():
+        want = plain.generate(ids, **arguments)
+        for model in cut:
+            assert torch.equal(model.generate(ids, **arguments), want)
+        assert torch.equal(cut[0].generate(ids, use_cache=False, **arguments), want)
+
+
+@run_on_ranks(2)
+def test_eval_mode_left_padding_and_embeddings_as_inputs():
+    plain, cut = build("llama").eval(), _cut("llama", sequence_parallel=True).eval()
+    given = batch("llama")
+    left = {name: value.flip(1) for name, value in given.items()}
+    with in_double(), torch.no_grad():
+        torch.testing.assert_close(cut(**left).logits, plain(**left).logits, rtol=1e-9, atol=1e-9)
+    embedded = torch.randn(2, 5, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    inputs = [embedded.clone().requires_grad_() for _ in range(2)]
+    with in_double():
+        for model, given_embeddings in zip((plain, cut), inputs, strict=True):
+            model(inputs_embeds=given_embeddings).logits.sin().sum().backward()
+    torch.testing.assert_close(inputs[1].grad, inputs[0].grad, rtol=1e-9, atol=1e-9)
+
+
+@run_on_ranks(4)
+def test_on_the_tensor_axis_of_a_larger_mesh():
+    """Two replicas over dp, each cut over tp; the gradients of the replicas' own batches are averaged."""
+    mesh = hp.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    plain = build("llama")
+    model = build("llama")
+    model = hp.parallelize_module(model, mesh["tp"], hp.plans.for_model(model, sequence_parallel=True))
+    given = batch("llama")
+    with in_double():
+        loss_of(plain(**given)).backward()
+        loss_of(model(**given)).backward()
+    for (name, mine), want in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert mine.device_mesh.size() == 2
+        torch.testing.assert_close(whole(mine.grad), want.grad, rtol=1e-9, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
