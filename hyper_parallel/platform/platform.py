@@ -483,6 +483,19 @@ class Platform(ABC):
         return {name: parameter for name, parameter in cls.parameters_dict(module).items() if "." not in name}
 
     @staticmethod
+    def reset_parameters(module: Any, parameters: list[Any]) -> None:
+        """Let the modules inside give ``parameters`` their initial values, from the inside out; others keep theirs."""
+        del parameters
+        raise TypeError(
+            f"the modules of a {type(module).__name__} have no way of their own to make initial values on this "
+            "platform; give materialize an init= function"
+        )
+
+    def without_memory(self) -> Any:
+        """Context: modules built inside have parameters without memory, and buffers as usual."""
+        return self.init_on_device(self.meta_device)
+
+    @staticmethod
     def install_parameter(module: Any, name: str, parameter: Any) -> None:
         """Let ``parameter`` be the module's own parameter of that name."""
         setattr(module, name, parameter)

@@ -12,6 +12,7 @@ from hyper_parallel.core.dtensor.distribute import distribute_tensor
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate
+from hyper_parallel.core.tensor_parallel.deferred import carry_constant
 from hyper_parallel.platform import get_platform
 
 _platform = get_platform()
@@ -71,6 +72,7 @@ def distribute_parameter(
             )
         return
     new = distribute_tensor(parameter, mesh, layout, src_data_rank=_source(mesh, src_data_rank, parameter))
+    carry_constant(parameter, new)
     if _ties.replaced is not None:
         _ties.replaced[id(parameter)] = (parameter, new, where)
     _platform.install_parameter(module, name, new)

@@ -38,6 +38,7 @@ __all__ = [
     "register_full_backward_hook",
     "register_full_backward_pre_hook",
     "replace_forward",
+    "reset_parameters",
     "search_parameter_by_name",
     "set_layout_into_parameter",
     "update_param_data",
@@ -311,6 +312,13 @@ def init_parameters(module: nn.Module, stage_index: int, device: torch.device | 
     if materialised:
         _reset(module, materialised, has_values)
         _check_all_have_values(module, materialised, stage_index)
+
+
+def reset_parameters(module: nn.Module, parameters: list[torch.Tensor]) -> None:
+    """Let the modules inside give ``parameters`` their initial values, from the inside out; others keep theirs."""
+    wanted = {id(parameter) for parameter in parameters}
+    if wanted:
+        _reset(module, wanted, [tensor for tensor in _tensors_inside(module) if id(tensor) not in wanted])
 
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -12,6 +12,7 @@ from hyper_parallel.platform.torch import (
     activation,
     blocks,
     collectives,
+    deferred,
     devices,
     differentiable,
     dtensor_base,
@@ -147,6 +148,8 @@ class TorchPlatform(Platform):
     linear_function = staticmethod(modules.linear_function)
     replace_forward = staticmethod(modules.replace_forward)
     own_parameters = staticmethod(modules.own_parameters)
+    reset_parameters = staticmethod(modules.reset_parameters)
+    without_memory = staticmethod(deferred.without_memory)
     install_parameter = staticmethod(modules.install_parameter)
     plain_parameters_behind = staticmethod(parameter_uses.plain_parameters_behind)
     has_no_memory = staticmethod(modules.has_no_memory)
