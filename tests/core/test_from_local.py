@@ -134,6 +134,21 @@ def test_pending_summands_of_different_sizes():
     raised_by_all(made.full_tensor, SIZES_DIFFER)
 
 
+@run_on_ranks(2)
+def test_copies_of_different_sizes():
+    rank, mesh = rank_and_mesh()
+    uses = {
+        "full_tensor": lambda made: (made + 1).full_tensor(),
+        "cut": lambda made: made.redistribute(placements=[Shard(0)]).full_tensor(),
+        "op": lambda made: (made + distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)])).full_tensor(),
+    }
+    for use in uses.values():
+        made = DTensor.from_local(torch.ones(4 + rank, 2), mesh, [Replicate()])
+        raised_by_all(lambda made=made, use=use: use(made), r"rank 0: \(4, 2\), rank 1: \(5, 2\)")
+    made = DTensor.from_local(torch.ones(4, *(2,) * rank), mesh)
+    raised_by_all(made.full_tensor, r"rank 0: \(4,\), rank 1: \(4, 2\)")
+
+
 @run_on_ranks(4)
 def test_sizes_on_a_mesh_of_two_axes():
     rank, mesh = rank_and_mesh(2, 2)
@@ -233,7 +248,7 @@ def test_the_comparison_of_sizes_is_seen_and_bounded():
     assert {(record.op, record.asked_by) for record in recorder.records} == {
         ("all_gather_into_tensor", "from_local compares sizes")
     }
-    assert len(recorder.records) == 100
+    assert len(recorder.records) == 101
     assert len(shard_sizes._checks) <= 32
 
 

@@ -1,5 +1,6 @@
 """Gradients asked for in other ways than ``loss.backward()``, functions of users, recomputation."""
 
+import functools
 import random
 
 import pytest
@@ -9,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hyper_parallel as hp
 from hyper_parallel.core.dtensor.comm_recorder import CommRecorder
+from hyper_parallel.platform import get_platform
 from tests.shard.validator import layouts_of, tensor
 from tests.world import run_on_ranks
 
@@ -199,6 +201,52 @@ def test_checkpoint_repeats_dropout(reentrant: bool) -> None:
     hp.manual_seed(1)
     torch.nn.functional.dropout(x.detach(), 0.5)
     torch.testing.assert_close(torch.nn.functional.dropout(x.detach(), 0.5).full_tensor(), after)
+
+
+@run_on_ranks(2)
+@pytest.mark.parametrize("reentrant", [(False, False), (True, False), (False, True)], ids=str)
+def test_checkpoints_inside_checkpoints(reentrant: tuple[bool, bool]) -> None:
+    mesh = _mesh()
+    outer_kind, inner_kind = reentrant
+
+    def inner(x, weight):
+        assert x.shape == (6, 6)
+        return nn.functional.dropout(torch.relu(x @ weight).sin(), 0.5)
+
+    def middle(x, weight):
+        return checkpoint(inner, inner(x.cos(), weight), weight, use_reentrant=inner_kind)
+
+    def outer(x, weight):
+        once = checkpoint(middle, x, weight, use_reentrant=inner_kind)
+        return checkpoint(middle, once, weight, use_reentrant=inner_kind)
+
+    results = []
+    for function in (lambda x, w: middle(middle(x, w), w), outer):
+        x, weight = _leaf(tensor(6, 6), mesh, hp.Shard(0)), _leaf(tensor(6, 6, seed=1), mesh, hp.Shard(1))
+        hp.manual_seed(4)
+        kept = functools.partial(checkpoint, function, use_reentrant=outer_kind) if function is outer else function
+        kept(x, weight).square().sum().backward()
+        results.append([x.grad.full_tensor(), weight.grad.full_tensor()])
+    torch.testing.assert_close(*results)
+
+
+@run_on_ranks(2)
+def test_wrappers_for_recompute_and_swap_nest() -> None:
+    mesh, platform = _mesh(), get_platform()
+    wrappers = {"ckpt": platform.ckpt_wrapper, "swap": platform.swap_wrapper}
+    expected = None
+    for names in ([], ["ckpt", "swap"], ["swap", "ckpt"], ["ckpt", "ckpt"], ["ckpt", "ckpt", "swap"]):
+        torch.manual_seed(3)
+        module = nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 6)).double()
+        hp.distribute_module(module, mesh)
+        x = _leaf(tensor(6, 6), mesh, hp.Shard(0))
+        wrapped = module
+        for name in names:
+            wrapped = wrappers[name](wrapped)
+        wrapped(x).square().sum().backward()
+        found = [parameter.grad.full_tensor() for parameter in module.parameters()]
+        expected = expected or found
+        torch.testing.assert_close(found, expected)
 
 
 @run_on_ranks(2)

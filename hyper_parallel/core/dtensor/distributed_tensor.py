@@ -11,7 +11,7 @@ from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.mesh_context import current_mesh
 from hyper_parallel.core.dtensor.placement_types import Placement
-from hyper_parallel.core.dtensor.shard_sizes import check_later, gather_global_shape, join_check
+from hyper_parallel.core.dtensor.shard_sizes import check_later, finish_checks, gather_global_shape, join_check
 from hyper_parallel.core.dtensor.skip_dispatch import is_skipped, skipping
 from hyper_parallel.platform import get_platform
 
@@ -102,7 +102,7 @@ class DTensor(_platform.DTensorBase):  # type: ignore[misc, name-defined]
             layout = resolve_layout(mesh, placements, local_tensor.ndim)
         except ValueError as error:
             if shape is None:
-                join_check(local_tensor, mesh, placements, run_check)
+                join_check(local_tensor, mesh, run_check)
             raise ValueError(
                 f"from_local: the block of shape {tuple(local_tensor.shape)} on rank {mesh.get_rank()}: {error}"
             ) from None
@@ -150,6 +150,7 @@ class DTensor(_platform.DTensorBase):  # type: ignore[misc, name-defined]
 
     def full_tensor(self, *, grad_placements: Any = None) -> Any:
         """The whole value on every rank, as a plain tensor."""
+        finish_checks()
         whole = self.redistribute(self.device_mesh, self._layout.replicated())
         return whole.to_local(grad_placements=grad_placements)
 

@@ -16,7 +16,6 @@ from typing import Any
 from hyper_parallel.core.dtensor.comm_recorder import because
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.dtensor.placement_types import Placement, Replicate
 from hyper_parallel.platform import get_platform
 
 _MAX_DIMS = 16
@@ -26,32 +25,25 @@ _checks: list[tuple[Any, Any, Layout]] = []  # (sizes, handle, layout) in flight
 
 
 def check_later(local_tensor: Any, layout: Layout) -> None:
-    """Start comparing the blocks' sizes, where the ranks hold different blocks at all."""
-    if _is_checked(layout.mesh, layout.placements):
+    """Start comparing the blocks' sizes, which must be equal whether they are parts or copies."""
+    if _is_checked(layout.mesh):
         if len(_checks) >= _MAX_IN_FLIGHT:
             finish_checks()
         _checks.append((*_send_sizes(local_tensor, layout.mesh), layout))
 
 
-def join_check(local_tensor: Any, mesh: DeviceMesh, placements: Any, run_check: bool) -> None:
+def join_check(local_tensor: Any, mesh: DeviceMesh, run_check: bool) -> None:
     """Send this rank's sizes around without looking at the others': what a rank does before it raises."""
-    if mesh.get_coordinate() is None or not isinstance(placements, (tuple, list)):
+    if mesh.get_coordinate() is None:
         return
     if run_check:
         _gather_answers(local_tensor, mesh)
-    elif _is_checked(mesh, placements):
+    elif _is_checked(mesh):
         _send_sizes(local_tensor, mesh)
 
 
-def _is_checked(mesh: DeviceMesh, placements: Any) -> bool:
-    if mesh.get_coordinate() is None:
-        return False
-    if any(isinstance(item, Placement) for item in placements):
-        pairs = zip(mesh.shape, placements, strict=False)
-        return any(size > 1 and not isinstance(item, Replicate) for size, item in pairs)
-    names = [name for alias in placements for name in (alias if isinstance(alias, (tuple, list)) else (alias,))]
-    sizes = {mesh.axis_label(axis): size for axis, size in enumerate(mesh.shape)}
-    return any(sizes.get(name, 1) > 1 for name in names if isinstance(name, str))
+def _is_checked(mesh: DeviceMesh) -> bool:
+    return mesh.size() > 1 and mesh.get_coordinate() is not None
 
 
 def _send_sizes(local_tensor: Any, mesh: DeviceMesh) -> tuple[Any, Any]:

@@ -54,10 +54,10 @@ def run_gathered(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     written = {}
     for tensor, full, version, history in gathered.values():
         if tuple(full.shape) != tuple(tensor.shape):  # an out= that was resized
-            tensor.data = DTensor.from_local(_platform.detached(full), mesh)
+            tensor.data = _whole(_platform.detached(full), mesh)
             written[id(full)] = tensor
         elif _platform.write_mark(full)[0] != version:
-            cut = DTensor.from_local(full, tensor.device_mesh).redistribute(tensor.device_mesh, tensor.layout)
+            cut = _whole(full, tensor.device_mesh).redistribute(tensor.device_mesh, tensor.layout)
             # Written without being recorded, as an embedding renormalises its table.
             if _platform.write_mark(full)[1] is history:
                 with _platform.no_grad():
@@ -70,8 +70,13 @@ def run_gathered(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
         if id(value) in written:
             return written[id(value)]
         if _platform.is_dense_tensor(value) and not isinstance(value, DTensor):
-            return DTensor.from_local(value, mesh)
+            return _whole(value, mesh)
         return value
 
     result = _platform.tree_map(distributed, result)
     return link(name, result, func, args, kwargs, may_share=False) if is_view_call(name, args) else result
+
+
+def _whole(value: Any, mesh: Any) -> DTensor:
+    """A tensor that every rank has computed alike."""
+    return DTensor.from_local(value, mesh, shape=value.shape)

@@ -79,6 +79,7 @@ def _describe(
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         if _platform.depends_on_values(error):
             return None
+        finish_checks()  # the ranks may disagree about a shape, which is then what is wrong
         inputs = ", ".join(f"{tuple(t._global_shape)} under {t._layout}" for t in found)
         raise type(error)(f"{name} on distributed tensors of global shape {inputs}: {error}") from error
     return OpCall(

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from hyper_parallel.platform.torch import collectives, dtensor_gradients
+from hyper_parallel.platform.torch.checkpoint_inputs import keep_labels_of_inputs
 from hyper_parallel.platform.torch.dtensor_base import (
     DTensorBase,
     _NoInterception,
@@ -19,9 +20,12 @@ from hyper_parallel.platform.torch.dtensor_base import (
     graph_functions,
     local_alias,
 )
+from hyper_parallel.platform.torch.function_transforms import set_transforms
 from hyper_parallel.platform.torch.groups import get_process_group_ranks
 from hyper_parallel.platform.torch.tensors import get_op_name, tensor_to_numpy, tree_map
 
+keep_labels_of_inputs()
+set_transforms()
 graph_functions.update(
     {torch.autograd.backward: dtensor_gradients.backward, torch.autograd.grad: dtensor_gradients.grad}
 )
