@@ -785,8 +785,11 @@ class Platform(ABC):
 
     @staticmethod
     @abstractmethod
-    def blocks_of(args: Any, kwargs: Any) -> Any:
-        """The arguments with every DTensor replaced by its block as a plain tensor."""
+    def blocks_of(args: Any, kwargs: Any, gives_nothing: bool = False) -> Any:
+        """The arguments with every DTensor replaced by its block as a plain tensor.
+
+        ``gives_nothing``: the results have no elements on this rank, so that nothing flows back into the arguments.
+        """
 
     @staticmethod
     @abstractmethod

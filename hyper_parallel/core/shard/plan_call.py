@@ -99,6 +99,7 @@ class PlannedCall:
         "changes_positional",
         "choice",
         "copies_view",
+        "gives_nothing",
         "is_direct",
         "local",
         "moves",
@@ -139,8 +140,15 @@ class PlannedCall:
         ):
             self.local = None
         self.copies_view = (self.moves or self.local is not None) and is_view_call(name, call.args)
+        self.gives_nothing = self._gives_nothing()
         self.is_direct = not self.changes and self.local is None and self.rewritten is None
         self.wrap = _platform.result_wrapper(DTensor, self.output_layouts, self.output_shapes, not self.is_direct)
+
+    def _gives_nothing(self) -> bool:
+        """Whether this rank's blocks of the results have no elements."""
+        results = zip(self.output_layouts, self.output_shapes, strict=True)
+        inside = self.output_layouts and self.output_layouts[0].mesh.get_coordinate() is not None
+        return bool(inside) and all(0 in layout.local_shape(tuple(shape)) for layout, shape in results)
 
     def __call__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.is_direct:
@@ -171,7 +179,7 @@ class PlannedCall:
         if self.local is None:
             return self.wrap(func, args, kwargs)
         written = args[0] if self.writes else None
-        call = self._local_call(func, *_platform.blocks_of(args, kwargs), written)
+        call = self._local_call(func, *_platform.blocks_of(args, kwargs, self.gives_nothing), written)
         local = self.local
         return self.wrap(lambda *a, **k: because(f"inside {self.name}", local, call), (), {})
 

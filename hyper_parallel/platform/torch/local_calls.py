@@ -61,7 +61,7 @@ def label_all(kind: type, results: Any, layouts: list[Any], shapes: list[Any]) -
     return results
 
 
-def blocks_of(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def blocks_of(args: Any, kwargs: Any, gives_nothing: bool = False) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments with every DTensor replaced by its block as a plain tensor."""
 
     def block(value: Any) -> Any:

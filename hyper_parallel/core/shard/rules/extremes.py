@@ -17,7 +17,7 @@ from hyper_parallel.platform import get_platform
 
 _platform = get_platform()
 _OPS = {"max": "max", "min": "min", "amax": "max", "amin": "min", "argmax": "max", "argmin": "min"}
-_NOWHERE = (1 << 63) - 1
+_NOWHERE = 1 << 62  # behind every index, and exact also where numbers pass through floating point
 
 
 def extreme_of_block(block: Any, dims: tuple[int, ...], op: str) -> Any:
