@@ -4,17 +4,21 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
+# MindSpore has an environment of its own: it is large (2.8 GB) and most commands do not need it.
+MINDSPORE_VENV := .venv-mindspore
 
-# What `make setup` installs: extras of pyproject.toml. With MindSpore: make setup EXTRAS=torch,mindspore,dev
+# What is in the two environments: extras of pyproject.toml. PyTorch is in the second one too, so that the tests can
+# compare the frameworks and start ranks with torchrun.
 EXTRAS ?= torch,dev
-# make test PLATFORM=torch TESTS=tests/platform/test_collectives.py
-PLATFORM ?= torch
+MINDSPORE_EXTRAS ?= mindspore,torch,dev
+# make test PLATFORM=torch TESTS=tests/platform/test_collectives.py; without PLATFORM both frameworks, one by one
+PLATFORM ?= torch mindspore
 TESTS ?= tests
 # Extra arguments: make test ARGS="-k all_reduce --world-size 4", make demo ARGS="--steps 200"
 ARGS ?=
 
 STAMP := $(VENV)/.installed-$(EXTRAS)
-PIP := $(BIN)/python -m pip --disable-pip-version-check
+MINDSPORE_STAMP := $(MINDSPORE_VENV)/.installed-$(MINDSPORE_EXTRAS)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test bench lint format clean
@@ -22,40 +26,53 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: $(STAMP) ## make .venv with the pinned versions (does nothing when nothing changed)
+setup: $(if $(filter torch,$(PLATFORM)),$(STAMP)) $(if $(filter mindspore,$(PLATFORM)),$(MINDSPORE_STAMP)) ## make .venv and .venv-mindspore with the pinned versions (PLATFORM=torch: only .venv)
 	@:
 
-# The stamp is written last, so an interrupted setup starts again. setuptools comes first and is used without build
-# isolation: pip applies constraints to the environment, but not to the temporary ones it builds in.
-$(STAMP): pyproject.toml constraints.txt
+# $(1): environment, $(2): extras. The stamp is written last, so an interrupted setup starts again. setuptools comes
+# first and is used without build isolation: pip applies constraints to the environment, but not to the temporary ones
+# it builds in.
+define make_environment
 	@$(PYTHON) -c 'import sys; sys.exit("make setup needs Python 3.10 or newer and got " + sys.version.split()[0] \
 		+ "; name another one: make setup PYTHON=python3.11" if sys.version_info < (3, 10) else 0)'
-	@test -x $(BIN)/python || { echo "creating $(VENV) with $$($(PYTHON) --version)"; $(PYTHON) -m venv $(VENV); }
-	@echo "installing hyper-parallel[$(EXTRAS)] with the versions of constraints.txt"
-	@$(PIP) install --quiet --quiet --constraint constraints.txt setuptools
-	@$(PIP) install --quiet --quiet --constraint constraints.txt --no-build-isolation --editable '.[$(EXTRAS)]'
-	@touch '$(STAMP)'
+	@test -x $(1)/bin/python || { echo "creating $(1) with $$($(PYTHON) --version)"; $(PYTHON) -m venv $(1); }
+	@echo "installing hyper-parallel[$(2)] into $(1) with the versions of constraints.txt"
+	@$(1)/bin/python -m pip --disable-pip-version-check install --quiet --quiet --constraint constraints.txt setuptools
+	@$(1)/bin/python -m pip --disable-pip-version-check install --quiet --quiet --constraint constraints.txt \
+		--no-build-isolation --editable '.[$(2)]'
+	@touch '$@'
+endef
 
-demo: setup ## train a small MLP split over 4 local processes, next to one process
+$(STAMP): pyproject.toml constraints.txt
+	$(call make_environment,$(VENV),$(EXTRAS))
+
+$(MINDSPORE_STAMP): pyproject.toml constraints.txt
+	$(call make_environment,$(MINDSPORE_VENV),$(MINDSPORE_EXTRAS))
+
+demo: $(STAMP) ## train a small MLP split over 4 local processes, next to one process
 	@$(BIN)/python examples/mlp_demo.py $(ARGS)
 
-test: setup ## run the tests (PLATFORM=torch, TESTS=path, ARGS="-k name")
-	@$(BIN)/python -m pytest $(TESTS) --platform=$(PLATFORM) $(ARGS)
+# Both frameworks are tested even when the first one fails; the status is that of the worse.
+test: setup ## run the tests on both frameworks (PLATFORM=torch or mindspore: one, TESTS=path, ARGS="-k name")
+	@failed=0; for platform in $(PLATFORM); do \
+		bin=$(BIN); test $$platform != mindspore || bin=$(MINDSPORE_VENV)/bin; \
+		$$bin/python -m pytest $(TESTS) --platform=$$platform $(ARGS) || failed=1; \
+	done; exit $$failed
 
-bench: setup ## run every benchmark, or one: make bench BENCH=benchmarks/collectives.py
+bench: $(STAMP) ## run every benchmark, or one: make bench BENCH=benchmarks/collectives.py
 	@set -e; for benchmark in $(BENCH); do echo "== $$benchmark"; $(BIN)/python $$benchmark $(ARGS); done
 
 BENCH ?= $(sort $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py)))
 
-lint: setup ## ruff (lint and format) and mypy over the public API
+lint: $(STAMP) ## ruff (lint and format) and mypy over the public API
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
-format: setup ## let ruff rewrite the files
+format: $(STAMP) ## let ruff rewrite the files
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
 clean: ## remove the environment, caches and builds
-	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) $(MINDSPORE_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -20,6 +20,7 @@ _SHARD = "hyper_parallel.core.shard"
 _TENSOR_PARALLEL = "hyper_parallel.core.tensor_parallel"
 _HOME_OF = {
     "get_platform": "hyper_parallel.platform",
+    **dict.fromkeys(("backward", "grad_of", "value_and_grad", "zero_grad"), "hyper_parallel.platform.gradients"),
     "DeviceMesh": f"{_DTENSOR}.device_mesh",
     "init_device_mesh": f"{_DTENSOR}.device_mesh",
     "Layout": f"{_DTENSOR}.layout",

@@ -345,11 +345,14 @@ def kill_after(function):
     return call
 
 
-def write_half(tensors, file):
-    whole = state_module._safetensors_header(tensors.items())
-    file.write(str(whole).encode())
-    file.flush()
-    kill_myself()
+class HalfFile:
+    """Bytes of a tensor that cannot be had: the writer is killed while it writes."""
+
+    def __init__(self, *args):
+        self.itemsize, self.num_bytes, self.dtype, self.shape = 4, 4, "F32", (1,)
+
+    def get_bytes(self):
+        kill_myself()
 
 
 def in_a_child(function):
@@ -366,7 +369,7 @@ def in_a_child(function):
 def kill_at_every_step(path):
     """Kill a writer at each named step: before the rename the old file is there, after it the new one."""
     steps = {
-        "while writing": (state_module, "_write_safetensors", write_half),
+        "while writing": (state_module, "_entry", HalfFile),
         "before the first fsync": (os, "fsync", kill_myself),
         "after the first fsync": (os, "fsync", kill_after(os.fsync)),
         "before the rename": (os, "replace", kill_myself),

@@ -20,8 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hyper_parallel.platform import group_memory, shared_segment
-from hyper_parallel.platform.torch import symmetric_memory
+from hyper_parallel.platform import group_memory, shared_segment, symmetric_memory
 from hyper_parallel.platform.torch.symmetric_memory import SymmetricBuffer, get_symmetric_memory_handler
 from tests.world import run_on_ranks
 

@@ -25,8 +25,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions
 
+from hyper_parallel.platform.collective_checks import check_splits
 from hyper_parallel.platform.torch import groups
-from hyper_parallel.platform.torch.agreement import COMPARES_RANKS, compare_ranks, plain_splits
+from hyper_parallel.platform.torch.agreement import COMPARES_RANKS, compare_ranks
 from hyper_parallel.platform.torch.group_facts import (
     CollectiveCall,
     GroupFacts,
@@ -305,7 +306,9 @@ def all_to_all_single(
             )
         received_rows = sent_rows = ()
     else:
-        received_rows, sent_rows = _check_splits(input_tensor, output_shape, output_splits, input_splits, facts)
+        received_rows, sent_rows = check_splits(
+            input_tensor.shape, output_shape, output_splits, input_splits, facts.size, facts.rank, facts.where()
+        )
         is_flat = False
     if facts.size == 1:
         output = input_tensor.detach().clone(memory_format=torch.contiguous_format).view(output_shape)
@@ -339,44 +342,3 @@ def _flattened(
     else:
         sent, received = sent.view(-1), output.view(-1)
     return sent, received, [rows * row for rows in received_rows], [rows * row for rows in sent_rows]
-
-
-def _check_splits(
-    data: torch.Tensor,
-    output_shape: tuple[int, ...],
-    output_splits: Sequence[int] | None,
-    input_splits: Sequence[int] | None,
-    facts: GroupFacts,
-) -> tuple[Sequence[int], Sequence[int]]:
-    """Both splits as lists; one that is missing cuts its side into equal parts."""
-    shape = data.shape
-    if not shape or not output_shape:
-        problem = "a scalar has no rows; use .reshape(1)"
-    elif shape[1:] != output_shape[1:] and prod(shape[1:]) != prod(output_shape[1:]):
-        problem = "the rows of the output must be as large as those of the input"
-    else:
-        size, here = facts.size, facts.rank
-        received, problem = _rows_per_rank("output_splits", output_splits, output_shape[0], size)
-        if problem is None:
-            sent, problem = _rows_per_rank("input_splits", input_splits, shape[0], size)
-            if problem is None:
-                if received[here] == sent[here]:
-                    return received, sent
-                problem = f"this rank sends itself {sent[here]} rows but expects {received[here]}"
-    raise ValueError(
-        f"all_to_all_single {facts.where()}: input of shape {tuple(shape)}, output_shape {output_shape}, "
-        f"input_splits {plain_splits(input_splits)}, output_splits {plain_splits(output_splits)}: {problem}"
-    )
-
-
-def _rows_per_rank(name: str, splits: Sequence[int] | None, rows: int, size: int) -> tuple[Sequence[int], str | None]:
-    """The number of rows for each rank, and what is wrong with them."""
-    if splits is None:
-        return [
-            rows // size
-        ] * size, f"{rows} rows are not {size} equal parts; give {name} too" if rows % size else None
-    if type(splits) is not list and type(splits) is not tuple:
-        splits = plain_splits(splits)
-    if len(splits) == size and sum(splits) == rows and min(splits) >= 0:
-        return splits, None
-    return splits, f"{name} must be {size} numbers of rows, one per rank of the group, with sum {rows}"

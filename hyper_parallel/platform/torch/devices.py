@@ -11,7 +11,6 @@ import functools
 import importlib
 import importlib.util
 import threading
-import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -26,6 +25,8 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 from torch.nn.parameter import UninitializedTensorMixin
+
+from hyper_parallel.platform.host_streams import CpuEvent, CpuStream, CpuStreamContext, get_current_cpu_stream
 
 __all__ = [
     "CpuEvent",
@@ -115,98 +116,6 @@ def synchronize() -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-class CpuEvent:
-    """An event on the CPU. It is always reached: what was issued before it has already run."""
-
-    def __init__(self, enable_timing: bool = False) -> None:
-        self.enable_timing = enable_timing
-        self._recorded_at: float | None = None
-
-    def record(self, stream: CpuStream | None = None) -> None:
-        if self.enable_timing:
-            self._recorded_at = time.perf_counter()
-
-    def wait(self, stream: CpuStream | None = None) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        pass
-
-    def elapsed_time(self, end_event: CpuEvent) -> float:
-        """Milliseconds between the recording of this event and that of ``end_event``."""
-        for role, event in (("start", self), ("end", end_event)):
-            if not event.enable_timing:
-                raise RuntimeError(
-                    f"elapsed_time: the {role} event does not measure time; make it with new_event(enable_timing=True)"
-                )
-            if event._recorded_at is None:
-                raise RuntimeError(f"elapsed_time: the {role} event was never recorded; call its record() first")
-        return (end_event._recorded_at - self._recorded_at) * 1000.0
-
-    def __repr__(self) -> str:
-        return f"CpuEvent(enable_timing={self.enable_timing})"
-
-
-class CpuStream:
-    """A stream on the CPU. The host runs operations one after the other, so every stream is always done."""
-
-    device = torch.device("cpu")
-
-    def __init__(self, device: torch.device | str | None = None, priority: int = 0) -> None:
-        if device is not None and torch.device(device).type != "cpu":
-            raise ValueError(f"a stream on {device} was asked for, but this process has no accelerator, only the CPU")
-        self.priority = priority
-
-    def wait_stream(self, stream: CpuStream) -> None:
-        pass
-
-    def wait_event(self, event: CpuEvent) -> None:
-        pass
-
-    def record_event(self, event: CpuEvent | None = None) -> CpuEvent:
-        if event is None:
-            event = CpuEvent()
-        event.record(self)
-        return event
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        pass
-
-    def __repr__(self) -> str:
-        return f"CpuStream(priority={self.priority})"
-
-
-class _CurrentCpuStream(threading.local):
-    def __init__(self) -> None:
-        self.stream = _DEFAULT_CPU_STREAM
-
-
-_DEFAULT_CPU_STREAM = CpuStream()
-_current_cpu_stream = _CurrentCpuStream()
-
-
-class CpuStreamContext:
-    """``with CpuStreamContext(stream):`` makes it the current stream of this thread; ``None`` changes nothing."""
-
-    def __init__(self, stream: CpuStream | None) -> None:
-        self.stream = stream
-
-    def __enter__(self) -> CpuStream | None:
-        self._previous = _current_cpu_stream.stream
-        if self.stream is not None:
-            _current_cpu_stream.stream = self.stream
-        return self.stream
-
-    def __exit__(self, *exc_info: object) -> None:
-        _current_cpu_stream.stream = self._previous
-
-
 def new_stream(device: torch.device | str | int | None = None, priority: int = 0) -> Any:
     """A new stream on ``device`` (default: the current one). A lower ``priority`` number means more urgent."""
     if get_device_type() == "cpu":
@@ -224,7 +133,7 @@ def get_stream_context() -> Callable[[Any], AbstractContextManager]:
 def get_current_stream() -> Any:
     """The stream that this thread's operations are issued to."""
     if get_device_type() == "cpu":
-        return _current_cpu_stream.stream
+        return get_current_cpu_stream()
     return get_device_handle().current_stream()
 
 

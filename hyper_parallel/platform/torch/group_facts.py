@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hyper_parallel.platform.collective_checks import short
 from hyper_parallel.platform.torch import groups
 from hyper_parallel.platform.torch.reductions import BACKENDS, OTHER_BACKEND, Carrier, find_carrier, why_not
 
@@ -153,10 +154,6 @@ def find_reduction(function: str, data: Any, op: str, facts: GroupFacts) -> Redu
     found = Reduction(find_carrier(op, data.dtype, backend), backend.scatters_reductions)
     facts.reductions[data.device, data.dtype, op] = found
     return found
-
-
-def short(ranks: Sequence[int]) -> str:
-    return str(list(ranks)) if len(ranks) <= 16 else f"[{ranks[0]}, {ranks[1]}, ... {ranks[-1]}] of {len(ranks)} ranks"
 
 
 def group_rank_of(function: str, rank: int | None, role: str, facts: GroupFacts) -> int:

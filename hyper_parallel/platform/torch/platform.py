@@ -20,6 +20,7 @@ from hyper_parallel.platform.torch import (
     dtensor_support,
     function_calls,
     grad_norm,
+    gradients,
     groups,
     local_calls,
     local_ops_reductions,
@@ -105,6 +106,12 @@ class TorchPlatform(Platform):
     def wait_grad_handle(self) -> None:
         if self._grad_reduction is not None:
             self._grad_reduction.wait()
+
+    # gradients
+    backward = staticmethod(gradients.backward)
+    value_and_grad = staticmethod(gradients.value_and_grad)
+    get_grad = staticmethod(gradients.get_grad)
+    set_grad = staticmethod(gradients.set_grad)
 
     # tensors
     is_tensor = staticmethod(tensors.is_tensor)

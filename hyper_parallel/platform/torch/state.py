@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterable, Mapping
-from typing import Any, BinaryIO
+from collections.abc import Mapping
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from hyper_parallel.platform.atomic_file import atomic_file
+from hyper_parallel.platform import safetensors_file
+from hyper_parallel.platform.state_options import read_options
 
 __all__ = ["get_model_state_dict", "load_checkpoint", "save_checkpoint"]
 
@@ -20,16 +21,6 @@ __all__ = ["get_model_state_dict", "load_checkpoint", "save_checkpoint"]
 # ---------------------------------------------------------------------------------------------------------------------
 # State dicts
 # ---------------------------------------------------------------------------------------------------------------------
-
-_STATE_DICT_OPTIONS = ("full_state_dict", "cpu_offload", "ignore_frozen_params")
-# These say how to load, or what to do with optimizers; they are taken so that one options object serves everywhere.
-_OPTIONS_FOR_OTHERS = (
-    "broadcast_from_rank0",
-    "dsd_fqn_modifiers",
-    "flatten_optimizer_state_dict",
-    "keep_submodule_prefixes",
-    "strict",
-)
 
 
 def get_model_state_dict(model: nn.Module, *, options: Any = None) -> dict[str, Any]:
@@ -46,7 +37,7 @@ def get_model_state_dict(model: nn.Module, *, options: Any = None) -> dict[str, 
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"get_model_state_dict takes a module, got {type(model).__name__}")
-    full_state_dict, cpu_offload, ignore_frozen_params = _read_options(options)
+    full_state_dict, cpu_offload, ignore_frozen_params = read_options(options)
 
     state = model.state_dict()
     if ignore_frozen_params:
@@ -62,26 +53,6 @@ def get_model_state_dict(model: nn.Module, *, options: Any = None) -> dict[str, 
             return {}
         state = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
     return state
-
-
-def _read_options(options: Any) -> list[bool]:
-    if options is None:
-        return [False] * len(_STATE_DICT_OPTIONS)
-    if isinstance(options, Mapping):
-        known = (*_STATE_DICT_OPTIONS, *_OPTIONS_FOR_OTHERS)
-        unknown = [name for name in options if name not in known]
-        if unknown:
-            raise ValueError(
-                f"get_model_state_dict: unknown option(s) {', '.join(map(repr, unknown))}; "
-                f"the options are {', '.join(known)}"
-            )
-        return [bool(options.get(name, False)) for name in _STATE_DICT_OPTIONS]
-    if not any(hasattr(options, name) for name in _STATE_DICT_OPTIONS):
-        raise TypeError(
-            "get_model_state_dict: options must be a dict or an object with attributes such as full_state_dict, got "
-            f"{type(options).__name__}"
-        )
-    return [bool(getattr(options, name, False)) for name in _STATE_DICT_OPTIONS]
 
 
 def _whole(value: Any) -> Any:
@@ -146,48 +117,42 @@ def save_checkpoint(
     overlapping tensors are written in full under every name. A tensor spread over ranks is gathered, so then every rank
     must call.
     """
-    _check_format("save_checkpoint", ckpt_format)
+    safetensors_file.check_format("save_checkpoint", ckpt_format)
     if isinstance(cell, nn.Module):
         cell = get_model_state_dict(cell)
     elif not isinstance(cell, Mapping):
         raise TypeError(f"save_checkpoint takes a module or a dict of tensors, got {type(cell).__name__}")
     tensors = {name: _whole(value) for name, value in cell.items()}
     _check_can_be_saved(tensors)
-    with atomic_file(file_path) as aside, open(aside, "wb") as file:
-        _write_safetensors(tensors, file)
+    safetensors_file.write_file(file_path, {name: _entry(tensor) for name, tensor in tensors.items()})
+
+
+def _entry(tensor: torch.Tensor) -> safetensors_file.Entry:
+    def get_bytes() -> np.ndarray:
+        values = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        return values.reshape(-1).view(torch.uint8).numpy()
+
+    return safetensors_file.Entry(
+        _SAFETENSORS_NAMES[tensor.dtype], tuple(tensor.shape), tensor.element_size(), get_bytes
+    )
 
 
 def load_checkpoint(
     file_path: str | os.PathLike, ckpt_format: str = "safetensors", device: torch.device | str = "cpu"
 ) -> dict[str, torch.Tensor]:
     """The tensors of a file, by name, sorted by name."""
-    _check_format("load_checkpoint", ckpt_format)
-    path = os.fspath(file_path)
-    if os.path.isdir(path):
-        raise IsADirectoryError(f"cannot load a checkpoint from '{path}': it is a directory; name a file in it")
-    if not os.path.exists(path):
-        raise FileNotFoundError(f"cannot load a checkpoint from '{path}': there is no such file")
+    safetensors_file.check_format("load_checkpoint", ckpt_format)
+    path = safetensors_file.check_path(file_path)
     try:
         with safe_open(path, framework="pt", device=str(device)) as file:
             return {name: file.get_tensor(name) for name in sorted(file.keys())}
     except SafetensorError as error:
-        raise ValueError(
-            f"'{path}' ({os.path.getsize(path)} bytes) is not a whole safetensors file: {error}; it was cut short, "
-            "damaged, or is of another format. Load another copy of it, or save it again"
-        ) from error
-
-
-def _check_format(function: str, ckpt_format: str) -> None:
-    if ckpt_format != "safetensors":
-        raise ValueError(f"{function}: unknown checkpoint format {ckpt_format!r}; the known formats are: 'safetensors'")
+        raise safetensors_file.not_whole(path, error) from error
 
 
 def _check_can_be_saved(tensors: Mapping[str, Any]) -> None:
+    safetensors_file.check_names(tensors)
     for name, tensor in tensors.items():
-        if not isinstance(name, str):
-            raise TypeError(f"save_checkpoint: the names of tensors must be strings, got {name!r}")
-        if name == "__metadata__":
-            raise ValueError("save_checkpoint: '__metadata__' is a reserved name; give the tensor another one")
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(
                 f"save_checkpoint: '{name}' is of type {type(tensor).__name__}, a safetensors file holds tensors only"
@@ -205,34 +170,3 @@ def _check_can_be_saved(tensors: Mapping[str, Any]) -> None:
                 f"save_checkpoint: '{name}' has dtype {tensor.dtype}, which safetensors files cannot hold; cast it "
                 f"to one of {known}"
             )
-
-
-# Note [Why not safetensors.save_file]
-# It writes aside too, but under a random name that nobody can tell from a user's file after a crash and without fsync,
-# it refuses tied and non-contiguous tensors, and to please it all of them would have to be copied before the first byte
-# is written. The format is a length, a JSON header and the raw bytes in the header's order, so tensors are written one
-# by one here: only one copy exists at a time.
-def _write_safetensors(tensors: Mapping[str, torch.Tensor], file: BinaryIO) -> None:
-    # Wide elements first: every tensor then starts at a multiple of its element size, so readers can map the file.
-    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
-    header = json.dumps(_safetensors_header(ordered), ensure_ascii=False, separators=(",", ":")).encode()
-    header += b" " * (-len(header) % 8)
-    file.write(len(header).to_bytes(8, "little"))
-    file.write(header)
-    for _, tensor in ordered:
-        values = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        file.write(values.reshape(-1).view(torch.uint8).numpy().data)
-
-
-def _safetensors_header(ordered: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Any]:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name, tensor in ordered:
-        end = offset + tensor.numel() * tensor.element_size()
-        header[name] = {
-            "dtype": _SAFETENSORS_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, end],
-        }
-        offset = end
-    return header

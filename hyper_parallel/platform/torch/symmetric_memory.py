@@ -1,277 +1,71 @@
-"""One-sided memory between the ranks of one host: every rank of a group reads and writes the others' tensors directly.
-
-``get_symmetric_memory_handler().allocate(shape, dtype, group)`` gives each rank of the group a zeroed tensor in shared
-memory and a :class:`SymmetricBuffer` that reaches everyone's. Writing needs no help from the other side, so tell it
-when data is there (``signal`` and ``wait_signal``) or meet it (``barrier``). A ring, run by every rank::
-
-    import torch
-    import torch.distributed as dist
-    from hyper_parallel.platform.torch.symmetric_memory import get_symmetric_memory_handler
-
-    handler = get_symmetric_memory_handler()
-    with handler.allocate((2, 3), torch.float32) as buffer:
-        right = (buffer.rank + 1) % buffer.num_ranks
-        left = (buffer.rank - 1) % buffer.num_ranks
-        buffer.put(torch.full((2, 3), float(buffer.rank)), right)  # one-sided write
-        buffer.signal(right)  # after the data, for whoever waits
-        buffer.wait_signal(value=1)  # my left neighbour has written
-        assert buffer.local.eq(left).all()
-        buffer.barrier()
-        assert buffer.peer(right).eq(buffer.rank).all()  # reading someone else's memory
-        buffer.barrier()  # nobody frees before everybody has read
-
-Peers are positions in the group: 0 to ``num_ranks - 1``. The memory is host memory; ``put`` and ``get`` also take
-tensors of an accelerator and return when the copy is done. All ranks must be on one host. Nothing stays in the system
-after ``free``, the end of the process, or a crash: see Note [Nothing is left behind] in ``platform/shared_segment.py``.
-The process group serves to allocate; using the buffer needs it no more.
-"""
+"""One-sided memory between the ranks of one host, on PyTorch; what it does is in ``platform/symmetric_memory.py``."""
 
 from __future__ import annotations
 
-import math
-import os
-import weakref
-from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-from hyper_parallel.platform.group_memory import GroupMemory, allocate_group_memory
+from hyper_parallel.platform.symmetric_memory import (
+    SharingFramework,
+    SymmetricBuffer,
+    SymmetricMemoryHandler,
+    handler_of_this_process,
+)
 from hyper_parallel.platform.torch.messages import all_gather_object
 
 __all__ = ["SymmetricBuffer", "SymmetricMemoryHandler", "get_symmetric_memory_handler"]
 
-DEFAULT_TIMEOUT = 300.0
 _QUANTIZED_DTYPES = (torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4)
 
 
-class SymmetricBuffer:
-    """One tensor per rank of a group, all reachable by every rank. Made by ``SymmetricMemoryHandler.allocate``."""
-
-    def __init__(self, memory: GroupMemory, shape: torch.Size, dtype: torch.dtype) -> None:
-        self._memory = memory
-        self._tensors: list[torch.Tensor | None] = [None] * memory.num_ranks
-        self.shape = shape
-        self.dtype = dtype
-        self.numel = math.prod(shape)
-        self.name = memory.name
-        self.rank = memory.rank
-        self.num_ranks = memory.num_ranks
-        self.num_slots = memory.num_slots
-        self.world_ranks = memory.world_ranks
-
-    @property
-    def local(self) -> torch.Tensor:
-        """My tensor. Others write to it; it is shared memory, not a copy."""
-        return self.peer(self.rank)
-
-    def peer(self, rank: int) -> torch.Tensor:
-        """The tensor of ``rank``, readable and writable, not a copy."""
-        self._memory.check_usable("peer")
-        self._memory.check_peer("peer", rank)
-        tensor = self._tensors[rank]
-        if tensor is None:
-            if self.numel == 0:
-                tensor = torch.empty(self.shape, dtype=self.dtype)
-            else:
-                tensor = torch.from_numpy(self._memory.data(rank)).view(self.dtype).view(self.shape)
-            self._tensors[rank] = tensor
-        return tensor
-
-    def put(self, source: torch.Tensor, peer: int, offset: int = 0) -> None:
-        """Copy ``source`` into the tensor of ``peer``, from its flat element ``offset`` on."""
-        self._check_tensor("put", "source", source)
-        window = self._window("put", peer, source.shape, offset)
-        with torch.no_grad():
-            window.copy_(source)
-
-    def get(
-        self, peer: int, shape: Iterable[int] | None = None, offset: int = 0, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """A copy of ``shape`` (default: as ``out``, else all) of ``peer``'s tensor from flat element ``offset`` on."""
-        if out is not None:
-            self._check_tensor("get", "out", out)
-            if shape is not None and torch.Size(shape) != out.shape:
-                raise ValueError(
-                    f"get: shape {tuple(shape)} differs from that of out, {tuple(out.shape)}; give only one of them"
-                )
-            shape = out.shape
-        shape = self.shape if shape is None else torch.Size(shape)
-        window = self._window("get", peer, shape, offset)
-        if out is None:
-            return window.clone()
-        with torch.no_grad():
-            return out.copy_(window)
-
-    def barrier(self, timeout: float | None = DEFAULT_TIMEOUT) -> None:
-        """Return when every rank of the group is here; what they wrote before is then visible.
-
-        Raises ``TimeoutError`` after ``timeout`` seconds (``None``: never) and ``RuntimeError`` as soon as a rank that
-        is missing has died or freed the buffer; both name the ranks.
-        """
-        self._memory.barrier(timeout)
-
-    def signal(self, peer: int, slot: int = 0, value: int = 1, op: str = "add") -> None:
-        """Add ``value`` to slot ``slot`` of ``peer``; with ``op="set"`` replace what this rank has put there so far.
-
-        A slot is the sum of what each rank has put there, so signals of several ranks are never lost. Whoever sees the
-        signal also sees the data that this rank wrote before it.
-        """
-        self._memory.signal(peer, slot, value, op)
-
-    def read_signal(self, slot: int = 0, source: int | None = None) -> int:
-        """The value of my slot now: the sum over all ranks, or only the part of ``source``."""
-        return self._memory.read_signal(slot, source)
-
-    def wait_signal(
-        self, slot: int = 0, value: int = 1, timeout: float | None = DEFAULT_TIMEOUT, source: int | None = None
-    ) -> int:
-        """Wait until my slot (or the part of ``source``) is at least ``value``, and return it. Slots are never reset.
-
-        Raises as ``barrier`` does; without ``source``, a rank that freed the buffer is no error while another can
-        still signal.
-        """
-        return self._memory.wait_signal(slot, value, source, timeout)
-
-    def free(self) -> None:
-        """Let go of the memory on this rank; not collective, and the others may go on with theirs.
-
-        The buffer raises afterwards. Tensors taken from it stay valid; the memory is returned when the last is gone.
-        """
-        self._tensors = [None] * self.num_ranks
-        self._memory.free()
-
-    @property
-    def is_freed(self) -> bool:
-        return self._memory.is_freed
-
-    def __enter__(self) -> SymmetricBuffer:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.free()
-
-    def __repr__(self) -> str:
-        state = ", freed" if self.is_freed else ""
-        return (
-            f"SymmetricBuffer({self.name!r}, shape={tuple(self.shape)}, dtype={self.dtype}, "
-            f"rank={self.rank} of {self.num_ranks}{state})"
-        )
-
-    def _check_tensor(self, operation: str, role: str, tensor: torch.Tensor) -> None:
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{operation}: {role} must be a tensor, got {type(tensor).__name__}")
-        if tensor.dtype != self.dtype:
-            raise ValueError(
-                f"{operation}: {role} is {tensor.dtype} but {self.name} holds {self.dtype}; "
-                f"convert it first, {role}.to({self.dtype})"
-            )
-
-    def _window(self, operation: str, peer: int, shape: torch.Size, offset: int) -> torch.Tensor:
-        self._memory.check_usable(operation)
-        self._memory.check_peer(operation, peer)
-        if isinstance(offset, bool) or not isinstance(offset, int):
-            raise TypeError(f"{operation}: offset must be an int, got {offset!r}")
-        end = offset + math.prod(shape)
-        if any(size < 0 for size in shape) or not 0 <= offset <= end <= self.numel:
-            raise ValueError(
-                f"{operation}: elements {offset} to {end} (offset {offset}, shape {tuple(shape)}) are not inside "
-                f"{self.name}, which has {self.numel} elements"
-            )
-        return self.peer(peer).view(-1)[offset:end].view(shape)
-
-
-def _checked_request(shape: Any, dtype: Any, name: Any, num_slots: Any) -> tuple[torch.Size, int]:
-    if isinstance(shape, int):
-        shape = (shape,)
-    try:
-        size = torch.Size(shape)
-    except TypeError as error:
-        raise TypeError(f"shape must be ints, got {shape!r}") from error
-    if any(length < 0 for length in size):
-        raise ValueError(f"shape must not be negative, got {tuple(size)}")
+def _check_dtype(dtype: Any) -> None:
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype must be a torch.dtype such as torch.float32, got {dtype!r}")
     if dtype in _QUANTIZED_DTYPES:
         raise TypeError(
             f"{dtype} is more than its bytes (scale, zero point); share the integers and the scales instead"
         )
-    if name is not None and not isinstance(name, str):
-        raise TypeError(f"name must be a string, got {name!r}")
-    if isinstance(num_slots, bool) or not isinstance(num_slots, int) or num_slots < 1:
-        raise ValueError(f"num_slots must be a positive int, got {num_slots!r}")
-    return size, math.prod(size) * dtype.itemsize
 
 
-class SymmetricMemoryHandler:
-    """Allocates symmetric memory; one per process, from :func:`get_symmetric_memory_handler`."""
-
-    def __init__(self) -> None:
-        self._buffers: weakref.WeakSet[SymmetricBuffer] = weakref.WeakSet()
-        self._num_allocations = 0
-
-    @property
-    def buffers(self) -> list[SymmetricBuffer]:
-        """The buffers of this process that are not freed."""
-        return [buffer for buffer in self._buffers if not buffer.is_freed]
-
-    def allocate(
-        self,
-        shape: int | Iterable[int],
-        dtype: torch.dtype = torch.float32,
-        group: dist.ProcessGroup | None = None,
-        name: str | None = None,
-        num_slots: int = 16,
-    ) -> SymmetricBuffer:
-        """Collective over ``group`` (``None``: all ranks): a zeroed tensor per rank, and ``num_slots`` signal slots.
-
-        Every rank must ask for the same. Otherwise, or when any rank cannot, all ranks raise the same error.
-        ``name`` appears in messages and in /proc/<pid>/maps.
-        """
-        if not dist.is_initialized():
-            raise RuntimeError(
-                "symmetric memory is shared by the ranks of a process group: call init_process_group first"
-            )
-        rank = dist.get_rank(group)
-        if rank < 0:
-            raise ValueError(
-                f"world rank {dist.get_rank()} is not in the group it asks symmetric memory for; "
-                "call allocate only on the ranks of the group"
-            )
-        world_ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-
-        size, num_bytes, request, problem = torch.Size(), 0, {}, None
-        try:
-            size, num_bytes = _checked_request(shape, dtype, name, num_slots)
-            request = {"shape": tuple(size), "dtype": dtype, "name": name, "num_slots": num_slots}
-        except (TypeError, ValueError) as error:
-            problem = type(error)(str(error))  # without the traceback, which would keep this frame alive
-
-        def exchange(value: Any) -> list[Any]:
-            values: list[Any] = [None] * len(world_ranks)
-            all_gather_object(values, value, group)
-            return values
-
-        label = name if isinstance(name, str) else f"symmetric buffer {self._num_allocations}"
-        self._num_allocations += 1
-        memory = allocate_group_memory(label, request, num_bytes, num_slots, exchange, rank, world_ranks, problem)
-        buffer = SymmetricBuffer(memory, size, dtype)
-        self._buffers.add(buffer)
-        return buffer
-
-    def free_all(self) -> None:
-        """Free every buffer of this process."""
-        for buffer in self.buffers:
-            buffer.free()
+def _over_bytes(data: np.ndarray, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    if data.size == 0:
+        return torch.empty(shape, dtype=dtype)
+    return torch.from_numpy(data).view(dtype).view(shape)
 
 
-_handler: tuple[int, SymmetricMemoryHandler] | None = None
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    with torch.no_grad():
+        target.copy_(source)
+
+
+def _place_in(group: Any) -> tuple[int, list[int]]:
+    if not dist.is_initialized():
+        raise RuntimeError("symmetric memory is shared by the ranks of a process group: call init_process_group first")
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise ValueError(
+            f"world rank {dist.get_rank()} is not in the group it asks symmetric memory for; "
+            "call allocate only on the ranks of the group"
+        )
+    return rank, dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+
+
+_FRAMEWORK = SharingFramework(
+    tensor=torch.Tensor,
+    default_dtype=torch.float32,
+    itemsize=lambda dtype: dtype.itemsize,
+    check_dtype=_check_dtype,
+    over_bytes=_over_bytes,
+    copy=_copy,
+    own_copy=torch.clone,
+    all_gather_object=all_gather_object,
+    place_in=_place_in,
+)
 
 
 def get_symmetric_memory_handler() -> SymmetricMemoryHandler:
     """The handler of this process; a forked child gets its own."""
-    global _handler
-    if _handler is None or _handler[0] != os.getpid():
-        _handler = (os.getpid(), SymmetricMemoryHandler())
-    return _handler[1]
+    return handler_of_this_process(_FRAMEWORK)

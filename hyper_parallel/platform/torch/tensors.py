@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import difflib
 import functools
 from collections.abc import Callable, Sequence
@@ -12,7 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from hyper_parallel.platform.op_names import canonical_name
 from hyper_parallel.platform.torch.devices import get_device_type
+from hyper_parallel.platform.trees import map_leaves
 
 __all__ = [
     "apply_to_tensors",
@@ -279,26 +279,7 @@ def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
     Dicts, lists, tuples, named tuples, sets and dataclass instances are containers and keep their class; everything
     else, ``None`` and ``torch.Size`` included, is a leaf.
     """
-    if isinstance(tree, dict):
-        if type(tree) is dict:
-            return {key: tree_map(fn, value) for key, value in tree.items()}
-        mapped = copy.copy(tree)  # keeps what a subclass carries besides its items, a default factory for instance
-        for key, value in tree.items():
-            mapped[key] = tree_map(fn, value)
-        return mapped
-    if isinstance(tree, torch.Size):
-        return fn(tree)
-    if isinstance(tree, (list, tuple, set, frozenset)):
-        values = [tree_map(fn, value) for value in tree]
-        make = getattr(tree, "_make", type(tree))
-        return make(values)
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        mapped = copy.copy(tree)
-        for field in dataclasses.fields(tree):
-            # Also right for frozen classes and for fields that __init__ does not take, where `replace` is not.
-            object.__setattr__(mapped, field.name, tree_map(fn, getattr(tree, field.name)))
-        return mapped
-    return fn(tree)
+    return map_leaves(fn, tree, (torch.Size,))
 
 
 def apply_to_tensors(fn: Callable[[torch.Tensor], Any], container: Any) -> Any:
@@ -310,76 +291,6 @@ def apply_to_tensors(fn: Callable[[torch.Tensor], Any], container: Any) -> Any:
 # Names of operators
 # ---------------------------------------------------------------------------------------------------------------------
 
-_BINARY_OPERATORS = {
-    "add": "add",
-    "and": "bitwise_and",
-    "div": "div",
-    "floordiv": "floor_divide",
-    "lshift": "bitwise_left_shift",
-    "matmul": "matmul",
-    "mod": "remainder",
-    "mul": "mul",
-    "or": "bitwise_or",
-    "pow": "pow",
-    "rshift": "bitwise_right_shift",
-    "sub": "sub",
-    "truediv": "div",
-    "xor": "bitwise_xor",
-}
-_OTHER_OPERATORS = {"inv": "bitwise_not", "invert": "bitwise_not", "pos": "positive"} | {
-    name: name for name in ("abs", "eq", "ge", "getitem", "gt", "le", "lt", "ne", "neg", "setitem")
-}
-_COMMUTATIVE = {"add", "bitwise_and", "bitwise_or", "bitwise_xor", "mul"}
-
-_ALIASES = {
-    "absolute": "abs",
-    "arccos": "acos",
-    "arccosh": "acosh",
-    "arcsin": "asin",
-    "arcsinh": "asinh",
-    "arctan": "atan",
-    "arctan2": "atan2",
-    "arctanh": "atanh",
-    "clip": "clamp",
-    "concat": "cat",
-    "concatenate": "cat",
-    "divide": "div",
-    "fix": "trunc",
-    "ger": "outer",
-    "greater": "gt",
-    "greater_equal": "ge",
-    "less": "lt",
-    "less_equal": "le",
-    "linalg_matmul": "matmul",
-    "moveaxis": "movedim",
-    "multiply": "mul",
-    "negative": "neg",
-    "not_equal": "ne",
-    "row_stack": "vstack",
-    "special_digamma": "digamma",
-    "special_erf": "erf",
-    "special_erfc": "erfc",
-    "special_erfinv": "erfinv",
-    "special_exp2": "exp2",
-    "special_expit": "sigmoid",
-    "special_expm1": "expm1",
-    "special_gammaln": "lgamma",
-    "special_i0": "i0",
-    "special_log1p": "log1p",
-    "special_log_softmax": "log_softmax",
-    "special_logit": "logit",
-    "special_logsumexp": "logsumexp",
-    "special_psi": "digamma",
-    "special_round": "round",
-    "special_sinc": "sinc",
-    "special_softmax": "softmax",
-    "special_xlogy": "xlogy",
-    "subtract": "sub",
-    "swapaxes": "transpose",
-    "swapdims": "transpose",
-    "true_divide": "div",
-}
-
 
 def get_op_name(func: Callable | str) -> str:
     """The canonical name of an operator, one for all spellings of the same computation.
@@ -390,13 +301,13 @@ def get_op_name(func: Callable | str) -> str:
     function is named by its ``_op_name``, else by its class.
     """
     if isinstance(func, str):
-        return _canonical_name(func)
+        return canonical_name(func)
     if isinstance(func, functools.partial):
         return get_op_name(func.func)
     if not callable(func):
         raise TypeError(f"get_op_name takes an operator, got {func!r} of type {type(func).__name__}")
     if isinstance(func, torch._ops.OpOverload):  # no public name for the type of torch.ops.aten.add.Tensor
-        return _canonical_name(func.overloadpacket.__name__)
+        return canonical_name(func.overloadpacket.__name__)
     name = getattr(func, "__name__", None) or type(func).__name__
     owner = getattr(func, "__self__", None)
     if name in ("__get__", "__set__", "__delete__"):
@@ -406,26 +317,4 @@ def get_op_name(func: Callable | str) -> str:
         return getattr(owner, "_op_name", None) or owner.__name__
     if getattr(func, "__module__", None) == "_operator":
         name = f"__{name.strip('_')}__"
-    return _canonical_name(name)
-
-
-def _canonical_name(name: str) -> str:
-    if name.startswith("__") and name.endswith("__"):
-        return _name_of_python_operator(name)
-    if name.endswith("_"):
-        return f"{_ALIASES.get(name[:-1], name[:-1])}_"
-    return _ALIASES.get(name, name)
-
-
-def _name_of_python_operator(dunder: str) -> str:
-    operator = dunder[2:-2]
-    if operator in _BINARY_OPERATORS:
-        return _BINARY_OPERATORS[operator]
-    if operator in _OTHER_OPERATORS:
-        return _OTHER_OPERATORS[operator]
-    name = _BINARY_OPERATORS.get(operator[1:])
-    if name is not None and operator[0] == "i":
-        return f"{name}_"
-    if name is not None and operator[0] == "r":
-        return name if name in _COMMUTATIVE else f"r{name}"
-    return dunder  # __bool__ and the like: they read the tensor, while Tensor.bool() casts it
+    return canonical_name(name)

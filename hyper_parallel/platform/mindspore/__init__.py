@@ -1,0 +1,1 @@
+"""MindSpore as a platform; the only folder that imports it."""

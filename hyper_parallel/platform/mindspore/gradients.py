@@ -1,0 +1,170 @@
+"""Gradients on MindSpore's tape: backward, gradients by name, and what is read from and written to ``grad``.
+
+Note [Leaves take a copy of their gradient]
+    On a CPU MindSpore 2.10 gives a leaf the very tensor that another node made. When two leaves get the same one it
+    wants to clone it, for which there is no kernel; and when a second backward is added to a gradient with the strides
+    of a transposed matrix, as that of every linear weight, the elements are added in the wrong order, silently. So
+    every leaf that a backward reaches gets ``gradient * 1``, by a hook on its node that lasts for this backward. On
+    Ascend the same hook costs one kernel per leaf and is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mindspore import Tensor
+
+from hyper_parallel.platform.mindspore import private_api, start
+from hyper_parallel.platform.mindspore.tensors import full_like, zeros
+
+__all__ = ["backward", "get_grad", "grad", "needs_grad", "requires_grad", "set_grad", "value_and_grad"]
+
+
+def needs_grad(tensor: Tensor) -> bool:
+    """Whether autograd records what is done with ``tensor`` now."""
+    return private_api.is_recording() and private_api.requires_grad(tensor)
+
+
+def requires_grad(tensor: Tensor) -> bool:
+    return private_api.requires_grad(tensor)
+
+
+def get_grad(tensor: Tensor) -> Tensor | None:
+    """The gradient that backward has added up in the leaf so far; None before."""
+    return private_api.get_grad(tensor)
+
+
+def set_grad(tensor: Tensor, gradient: Tensor | None) -> None:
+    """Replace the gradient; None forgets it."""
+    private_api.set_grad(tensor, gradient)
+
+
+def backward(
+    tensors: Tensor | Sequence[Tensor],
+    gradients: Tensor | Sequence[Tensor | None] | None = None,
+    retain_graph: bool = False,
+    create_graph: bool = False,
+    inputs: Sequence[Tensor] = (),
+) -> None:
+    """Add the gradients of ``tensors`` to the leaves they were computed from; without ``gradients`` of scalars."""
+    roots, seeds = _roots_and_seeds("backward", tensors, gradients)
+    _run(roots, seeds, retain_graph or create_graph, create_graph, tuple(inputs), True)
+
+
+def grad(
+    outputs: Tensor | Sequence[Tensor],
+    inputs: Tensor | Sequence[Tensor],
+    grad_outputs: Tensor | Sequence[Tensor | None] | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    allow_unused: bool = False,
+) -> tuple[Tensor | None, ...]:
+    """The gradients of ``outputs`` with respect to ``inputs``; nothing is added to any ``grad``."""
+    roots, seeds = _roots_and_seeds("grad", outputs, grad_outputs)
+    inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    keep = create_graph if retain_graph is None else retain_graph
+    found = _run(roots, seeds, keep, create_graph, inputs, False)
+    if not allow_unused and any(gradient is None for gradient in found):
+        unused = [place for place, gradient in enumerate(found) if gradient is None]
+        raise RuntimeError(
+            f"grad: the outputs were not computed from the input(s) at position(s) {unused}; pass allow_unused=True to "
+            "get None for them"
+        )
+    return tuple(found)
+
+
+def value_and_grad(fn: Callable[..., Any], weights: Sequence[Tensor]) -> Callable[..., tuple[Any, tuple[Tensor, ...]]]:
+    """A function that calls ``fn`` and gives ``(value, gradients of the weights)``.
+
+    The value of ``fn`` is the scalar to differentiate, or a tuple that begins with it. A weight that it was not
+    computed from has a gradient of zeros. ``grad`` of the weights is left as it is.
+    """
+    weights = tuple(weights)
+
+    def run(*args: Any, **kwargs: Any) -> tuple[Any, tuple[Tensor, ...]]:
+        was_recording = private_api.is_recording()
+        private_api.start_recording()
+        private_api.set_recording(True)
+        try:
+            value = fn(*args, **kwargs)
+        finally:
+            private_api.set_recording(was_recording)
+        loss = value[0] if isinstance(value, tuple) else value
+        found = grad(loss, weights, allow_unused=True)
+        return value, tuple(
+            zeros(weight.shape, weight.dtype) if gradient is None else gradient
+            for weight, gradient in zip(weights, found, strict=True)
+        )
+
+    return run
+
+
+def _roots_and_seeds(
+    function: str, tensors: Any, gradients: Any
+) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
+    roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+    given = (gradients,) if isinstance(gradients, Tensor) else tuple(gradients or (None,) * len(roots))
+    if len(given) != len(roots):
+        raise ValueError(f"{function}: {len(roots)} tensors but {len(given)} gradients; give one for each, or None")
+    seeds = []
+    for root, seed in zip(roots, given, strict=True):
+        if not isinstance(root, Tensor):
+            raise TypeError(f"{function} takes tensors, got {type(root).__name__}")
+        if not private_api.requires_grad(root):
+            raise RuntimeError(
+                f"{function}: the tensor of shape {tuple(root.shape)} was computed without recording, or from nothing "
+                "that requires a gradient; call requires_grad_() on a leaf and compute it outside of no_grad()"
+            )
+        if seed is None and root.numel() != 1:
+            raise RuntimeError(
+                f"{function}: only a tensor with one element has a gradient by itself, this one has shape "
+                f"{tuple(root.shape)}; give the gradient too"
+            )
+        if seed is not None and tuple(seed.shape) != tuple(root.shape):
+            raise ValueError(
+                f"{function}: the gradient of shape {tuple(seed.shape)} does not fit the tensor of shape "
+                f"{tuple(root.shape)}"
+            )
+        seeds.append(full_like(root, 1) if seed is None else seed)
+    return roots, tuple(seeds)
+
+
+def _run(
+    roots: tuple[Tensor, ...],
+    seeds: tuple[Tensor | None, ...],
+    retain_graph: bool,
+    create_graph: bool,
+    inputs: tuple[Tensor, ...],
+    accumulates: bool,
+) -> Any:
+    hooks = [] if start.on_ascend() else [node.register_prehook(_take_copies) for node in _leaves(roots)]
+    try:
+        if accumulates:
+            return private_api.run_backward(roots, seeds, retain_graph, create_graph, inputs)
+        return private_api.run_backward(roots, seeds, retain_graph, create_graph, inputs, True, accumulate_grad=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _take_copies(gradients: Any) -> Any:
+    """See Note [Leaves take a copy of their gradient]."""
+    return tuple(None if gradient is None else gradient * 1 for gradient in gradients)
+
+
+def _leaves(roots: Sequence[Tensor]) -> list[Any]:
+    """The nodes of the leaves that the roots were computed from."""
+    waiting = [node for node in map(private_api.grad_node, roots) if node is not None]
+    seen, found = set(), []
+    while waiting:
+        node = waiting.pop()
+        number = private_api.node_number(node)
+        if number in seen:
+            continue
+        seen.add(number)
+        if node.is_leaf():
+            found.append(node)
+        else:
+            waiting.extend(following for following, _ in node.next_functions if following is not None)
+    return found

@@ -1,0 +1,334 @@
+"""Modules and their parameters: finding, replacing, reading and filling them, hooks, and giving meta parameters values.
+
+A parameter may be spread over ranks: then it is an object with ``to_local()``, and what this file reads and writes is
+this rank's part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, Tensor, mint, nn
+
+from hyper_parallel.platform.mindspore import private_api
+from hyper_parallel.platform.mindspore.memory import copy_into, from_array, memory_of, numpy_type
+from hyper_parallel.platform.mindspore.tensors import detached, dtype_name, is_meta, tensor_to_numpy
+
+__all__ = [
+    "FoundParameter",
+    "get_cell_construct",
+    "get_cells_and_names",
+    "get_param_local_data",
+    "get_param_local_shape",
+    "get_param_type_size",
+    "has_no_memory",
+    "init_parameters",
+    "install_parameter",
+    "is_embedding_module",
+    "is_linear_module",
+    "linear_weight_dims",
+    "load_into_param",
+    "own_parameters",
+    "parameters_dict",
+    "register_forward_pre_hook",
+    "register_full_backward_hook",
+    "register_full_backward_pre_hook",
+    "search_parameter_by_name",
+    "set_layout_into_parameter",
+    "update_param_data",
+    "update_parameter_by_name",
+]
+
+_LAYOUT_ATTRIBUTE = "hyper_parallel_layout"
+
+
+# ---------------------------------------------------------------- modules
+
+
+def get_cell_construct(cell: nn.Cell) -> Callable:
+    """The function that computes the module's output, bound to the module."""
+    return cell.construct
+
+
+def get_cells_and_names(cell: nn.Cell) -> Iterator[tuple[str, nn.Cell]]:
+    """(name, module) of the module itself (its name is empty) and of all inside it."""
+    return cell.cells_and_names()
+
+
+def is_linear_module(module: object) -> bool:
+    return isinstance(module, (nn.Dense, mint.nn.Linear))
+
+
+def is_embedding_module(module: object) -> bool:
+    return isinstance(module, (nn.Embedding, mint.nn.Embedding))
+
+
+def linear_weight_dims(module: object) -> tuple[int, int] | None:
+    """The dims of ``weight`` that stand for outputs and inputs; None for other modules."""
+    return (0, 1) if is_linear_module(module) else None
+
+
+def own_parameters(module: nn.Cell) -> dict[str, Parameter]:
+    """The parameters of the module itself, by their names there."""
+    return {name: value for name, value in private_api.parameters_of(module).items() if value is not None}
+
+
+def install_parameter(module: nn.Cell, name: str, parameter: Parameter) -> None:
+    """Let ``parameter`` be the module's own parameter of that name."""
+    private_api.parameters_of(module)[name] = parameter
+    if name in vars(module):
+        vars(module)[name] = parameter
+
+
+def has_no_memory(tensor: Tensor) -> bool:
+    """Whether the tensor is on the meta device."""
+    return is_meta(tensor)
+
+
+def register_forward_pre_hook(module: nn.Cell, hook: Callable, prepend: bool = False, with_kwargs: bool = False) -> Any:
+    """Before each forward, ``hook(module, args)``, or ``hook(module, args, kwargs)``, may change the inputs."""
+    return module.register_forward_pre_hook(hook, prepend=prepend, with_kwargs=with_kwargs)
+
+
+def register_full_backward_hook(module: nn.Cell, hook: Callable, prepend: bool = False) -> Any:
+    """After each backward of the module, ``hook(module, grad_input, grad_output)`` may change ``grad_input``."""
+    return _registered_first(module.register_backward_hook(hook), prepend)
+
+
+def register_full_backward_pre_hook(module: nn.Cell, hook: Callable, prepend: bool = False) -> Any:
+    """Before each backward of the module, ``hook(module, grad_output)`` may change ``grad_output``."""
+    return _registered_first(module.register_backward_pre_hook(hook), prepend)
+
+
+def _registered_first(handle: Any, prepend: bool) -> Any:
+    if prepend:
+        private_api.move_hook_to_front(handle)
+    return handle
+
+
+# ---------------------------------------------------------------- finding and replacing parameters
+
+
+class FoundParameter(NamedTuple):
+    """Where a parameter is: the name of the module that owns it, that module, and the parameter."""
+
+    owner_name: str
+    owner: nn.Cell
+    parameter: Parameter
+
+
+def parameters_dict(cell: nn.Cell, remove_duplicate: bool = True) -> dict[str, Parameter]:
+    """Name -> parameter. A tied parameter appears under its first name, or, without ``remove_duplicate``, under all."""
+    found: dict[str, Parameter] = {}
+    seen: set[int] = set()
+    for owner_name, owner in cell.cells_and_names():
+        for name, parameter in private_api.parameters_of(owner).items():
+            if parameter is not None and (not remove_duplicate or id(parameter) not in seen):
+                seen.add(id(parameter))
+                found[f"{owner_name}.{name}" if owner_name else name] = parameter
+    return found
+
+
+def search_parameter_by_name(cell: nn.Cell, param_name: str) -> FoundParameter | None:
+    """The parameter of exactly that dotted name, any name of a tied one; ``None`` when there is none."""
+    owner_name, _, own_name = param_name.rpartition(".")
+    owner = dict(_all_cells(cell)).get(owner_name)
+    if owner is None:
+        return None
+    parameter = private_api.parameters_of(owner).get(own_name)
+    return None if parameter is None else FoundParameter(owner_name, owner, parameter)
+
+
+def _all_cells(cell: nn.Cell, prefix: str = "") -> Iterator[tuple[str, nn.Cell]]:
+    """(name, module) under every name; ``cells_and_names`` gives a module that is in two places once."""
+    yield prefix, cell
+    for name, child in cell.name_cells().items():
+        yield from _all_cells(child, f"{prefix}.{name}" if prefix else name)
+
+
+def update_parameter_by_name(cell: nn.Cell, result: Any, new_param: Tensor) -> Parameter:
+    """Put ``new_param`` where ``search_parameter_by_name`` found the old one, and return what was installed.
+
+    It is installed in every place of ``cell`` that holds the old parameter, so tied parameters stay tied. A plain
+    tensor becomes a parameter with the old one's ``requires_grad``. Optimizers keep the parameters they were given:
+    make them afterwards.
+    """
+    if result is None:
+        raise ValueError("update_parameter_by_name: result is None: the search found no parameter of that name")
+    if not isinstance(new_param, Tensor):
+        raise TypeError(f"update_parameter_by_name: the new parameter must be a tensor, got {type(new_param).__name__}")
+    owner_name, _, old_param = result
+    places = [
+        (module, name)
+        for _, module in cell.cells_and_names()
+        for name, parameter in private_api.parameters_of(module).items()
+        if parameter is old_param
+    ]
+    if not places:
+        raise ValueError(
+            f"update_parameter_by_name: the parameter found in '{owner_name or type(cell).__name__}' is no longer in "
+            "this module; search again before each update"
+        )
+    if not isinstance(new_param, Parameter):
+        new_param = Parameter(new_param, name=old_param.name, requires_grad=old_param.requires_grad)
+    new_param.name = old_param.name
+    for module, name in places:
+        install_parameter(module, name, new_param)
+    return new_param
+
+
+# ---------------------------------------------------------------- this rank's part of a parameter
+
+
+def _is_spread(tensor: object) -> bool:
+    return hasattr(tensor, "to_local")
+
+
+def _local(param: Any) -> Tensor:
+    return param.to_local() if _is_spread(param) else param
+
+
+def set_layout_into_parameter(param: Parameter, layout: Any) -> Parameter:
+    """Note on a parameter that its values are one part of a larger tensor that lies as ``layout`` says."""
+    if not _is_spread(param):
+        setattr(param, _LAYOUT_ATTRIBUTE, layout)
+    elif param.layout != layout:
+        raise ValueError(
+            f"set_layout_into_parameter: the parameter already lies as {param.layout}, which is not {layout}; change "
+            "it with redistribute()"
+        )
+    return param
+
+
+def get_param_local_shape(param: Tensor) -> tuple[int, ...]:
+    return tuple(_local(param).shape)
+
+
+def get_param_local_data(param: Tensor) -> Tensor:
+    """This rank's values, without graph, in the memory of the parameter."""
+    return detached(_local(param))
+
+
+def get_param_type_size(param: Tensor) -> int:
+    """Bytes of one element."""
+    return numpy_type(param.dtype).itemsize
+
+
+def update_param_data(param: Tensor, data: Tensor) -> None:
+    """Let a plain parameter use ``data`` as its values from now on (its shape may change); no values are copied.
+
+    A parameter spread over ranks has a fixed shape: this rank's part is overwritten by a copy.
+    """
+    if not isinstance(data, Tensor):
+        raise TypeError(f"update_param_data takes a tensor, got {type(data).__name__}")
+    if _is_spread(param):
+        load_into_param(param, data)
+        return
+    if is_meta(param) != is_meta(data):
+        raise ValueError(
+            f"update_param_data: a parameter on {param.device} cannot take data on {data.device}; replace the "
+            "parameter with update_parameter_by_name"
+        )
+    param.data = detached(data)
+
+
+def load_into_param(param: Tensor, data: Tensor) -> None:
+    """Copy ``data`` into this rank's values, in place; casts numbers, but never, say, floating to integer."""
+    if not isinstance(data, Tensor):
+        raise TypeError(f"load_into_param takes a tensor, got {type(data).__name__}")
+    if _is_spread(data):
+        if not _is_spread(param) or param.layout != data.layout:
+            lies = f"as {param.layout}" if _is_spread(param) else "whole on this rank"
+            raise ValueError(
+                f"load_into_param: the data lies as {data.layout} but the parameter {lies}; redistribute the data first"
+            )
+        data = data.to_local()
+    local = _local(param)
+    if tuple(local.shape) != tuple(data.shape):
+        part = f" (this rank's part of {tuple(param.shape)})" if _is_spread(param) else ""
+        raise ValueError(
+            f"load_into_param: data of shape {tuple(data.shape)} does not fit a parameter of shape "
+            f"{tuple(local.shape)}{part}"
+        )
+    if _rank_of(data.dtype) > _rank_of(local.dtype):
+        raise TypeError(
+            f"load_into_param: data of {dtype_name(data.dtype)} would lose its meaning in a parameter of "
+            f"{dtype_name(local.dtype)}; cast it on purpose with tensor_type_cast first"
+        )
+    for what, tensor in (("parameter", local), ("data", data)):
+        if is_meta(tensor):
+            raise ValueError(
+                f"load_into_param: the {what} of shape {tuple(tensor.shape)} is on the meta device and has no memory; "
+                "materialise it first, a parameter with init_parameters"
+            )
+    if local.dtype == data.dtype:
+        copy_into(local, memory_of(data))
+    else:
+        copy_into(local, tensor_to_numpy(data).astype(numpy_type(local.dtype)))
+
+
+def _rank_of(dtype: Any) -> int:
+    """bool, integers, floats, complex numbers: each can hold what those before it mean."""
+    kind = numpy_type(dtype).kind
+    return {"b": 0, "i": 1, "u": 1, "f": 2, "V": 2, "c": 3}[kind]
+
+
+# ---------------------------------------------------------------- values for meta parameters
+
+
+def init_parameters(module: nn.Cell, stage_index: int, device: Any = None) -> None:
+    """Give parameters and buffers on the meta device memory and values; those that already have values keep them.
+
+    Values come from the module's ``reset_parameters``, if it has one, else from the initializers that the parameters
+    were made with, in the order in which the module lists them. ``stage_index`` names the pipeline stage in messages.
+    """
+    if module is None:
+        raise ValueError("init_parameters: module is None; give the module of this pipeline stage")
+    if not isinstance(module, nn.Cell):
+        raise TypeError(f"init_parameters takes a module, got {type(module).__name__}")
+    if isinstance(stage_index, bool) or not isinstance(stage_index, int):
+        raise TypeError(f"init_parameters: stage_index must be an int, got {stage_index!r}")
+    if stage_index < 0:
+        raise ValueError(f"init_parameters: stage_index must be 0 or more, got {stage_index}")
+    if device is not None and str(device).lower() == "meta":
+        raise ValueError("init_parameters: the meta device holds no values; give the device that they shall be on")
+    missing, resets = [], []
+    for owner_name, owner in module.cells_and_names():
+        places = [private_api.parameters_of(owner), private_api.buffers_of(owner)]
+        waiting = [(name, tensor) for place in places for name, tensor in place.items() if _is_waiting(tensor)]
+        resets_itself = callable(getattr(owner, "reset_parameters", None))
+        for name, tensor in waiting:
+            if not _give_values(tensor) and not resets_itself:
+                missing.append(f"'{owner_name}.{name}' of {type(owner).__name__}".replace("'.", "'"))
+        if waiting and resets_itself:
+            resets.append(owner)
+    if missing:
+        raise RuntimeError(
+            f"init_parameters: stage {stage_index}: no module gave a value to {', '.join(missing)}; define "
+            "reset_parameters() in the module, make the parameter with an initializer, or build it outside of the meta "
+            "device (buffers: init_on_device with include_buffers=False)"
+        )
+    for owner in reversed(resets):
+        owner.reset_parameters()
+
+
+def _is_waiting(tensor: Any) -> bool:
+    return tensor is not None and is_meta(tensor)
+
+
+def _give_values(tensor: Tensor) -> bool:
+    """Give a meta tensor memory, filled by its initializer; False if it has none, and then with NaN or zeros."""
+    values = np.zeros(tuple(tensor.shape), numpy_type(tensor.dtype))
+    init = getattr(tensor, "init", None)
+    if init is not None:
+        wide = values.astype(np.float32) if tensor.dtype == ms.bfloat16 else values
+        init(wide)
+        values[...] = wide.astype(values.dtype)
+        tensor.init_mode = None
+    elif values.dtype.kind in "fcV":
+        values[...] = np.nan
+    tensor.data = from_array(values)
+    return init is not None
