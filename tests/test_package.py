@@ -57,7 +57,7 @@ def test_a_framework_comes_only_with_its_extra():
     def names(extra):
         return {requirement.name for requirement in _declared() if _applies(requirement, extra)}
 
-    assert names("") == {"numpy", "safetensors", "rich", "typer"}
+    assert names("") == {"numpy", "safetensors", "crc32c", "fsspec", "rich", "typer"}
     assert names("torch") - names("") == {"torch"}
     assert names("mindspore") - names("") == {"mindspore"}
 
