@@ -12,6 +12,8 @@ _HERE = "hyper_parallel.core.distributed_checkpoint"
 _HOME_OF = {
     "save": f"{_HERE}.save",
     "load": f"{_HERE}.load",
+    "read_metadata": f"{_HERE}.stored_files",
+    "verify": f"{_HERE}.stored_files",
     "latest": f"{_HERE}.cleanup",
     "keep_last": f"{_HERE}.cleanup",
     "checkpoints": f"{_HERE}.cleanup",

@@ -21,6 +21,7 @@ from hyper_parallel.core.dtensor.layout import Layout, chunk_interval
 Shape = tuple[int, ...]
 Box = tuple[Shape, Shape]  # offsets, sizes
 Ranks = tuple[int, ...]
+Grid = tuple[Shape, ...]  # for each dim where the cells start
 
 SPLIT_BYTES = 4 << 20  # A cell of at least this size is cut among its holders.
 _COST_OF_A_CHUNK = 512  # In bytes: what a chunk costs however small it is.
@@ -117,10 +118,15 @@ def plan_chunks(specs: Specs, world_size: int, rank: int | None = None) -> Itera
                 yield PlannedChunk(key, offsets, sizes, owner)
 
 
-def grid_of(spec: TensorSpec, world_size: int) -> list[list[int]]:
+def grid_of(spec: TensorSpec, world_size: int) -> Grid:
     """For each dim where the chunks of the tensor start."""
-    cells = all_cells(spec, dtype_size(spec.dtype), world_size)
-    return [sorted({cell.offsets[dim] for cell in cells}) for dim in range(len(spec.shape))]
+    return grid_of_cells(all_cells(spec, dtype_size(spec.dtype), world_size), len(spec.shape))
+
+
+@functools.lru_cache(maxsize=1024)
+def grid_of_cells(cells: tuple[Cell, ...], ndim: int) -> Grid:
+    """For each dim where cells start."""
+    return tuple(tuple(sorted({cell.offsets[dim] for cell in cells})) for dim in range(ndim))
 
 
 # ---------------------------------------------------------------- cells
@@ -137,7 +143,8 @@ def all_cells(spec: TensorSpec, element_size: int, world_size: int) -> tuple[Cel
 def cells_of_rank(spec: TensorSpec, element_size: int, world_size: int, rank: int) -> tuple[Cell, ...]:
     """The chunks that ``rank`` holds, in the order of :func:`all_cells`."""
     if not spec.layouts:
-        return tuple(cell for cell in all_cells(spec, element_size, world_size) if rank in cell.holders)
+        holders = tuple(range(world_size)) if spec.holders is None else spec.holders
+        return _cells_of_plain_on_rank(spec.shape, holders, element_size, rank)
     return _cells_of_layouts_on_rank(spec.layouts, spec.shape, element_size, rank)
 
 
@@ -146,6 +153,14 @@ def _cells_of_plain(shape: Shape, holders: Ranks, element_size: int) -> tuple[Ce
     if 0 in shape:
         return ()
     return tuple(_split(((0,) * len(shape), shape), holders, _split_dim(shape, len(holders), element_size)))
+
+
+@functools.lru_cache(maxsize=4096)
+def _cells_of_plain_on_rank(shape: Shape, holders: Ranks, element_size: int, rank: int) -> tuple[Cell, ...]:
+    if 0 in shape or rank not in holders:
+        return ()
+    dim = _split_dim(shape, len(holders), element_size)
+    return tuple(_split(((0,) * len(shape), shape), holders, dim, rank))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -177,9 +192,11 @@ def _cells_of_layouts_on_rank(
     sizes, offsets = mine.local_region(shape, coordinate)
     if 0 in sizes:
         return ()
-    return tuple(_split((offsets, sizes), _holders(layouts, coordinate), _cut_dim(layouts, shape, element_size)))
+    holders = _holders(layouts, coordinate)
+    return tuple(_split((offsets, sizes), holders, _cut_dim(layouts, shape, element_size), rank))
 
 
+@functools.lru_cache(maxsize=65536)
 def _holders(layouts: tuple[Layout, ...], coordinate: Shape) -> Ranks:
     """The ranks that hold the block at ``coordinate``, ascending."""
     cut = {axis for axes in layouts[0].cuts for axis in axes}
@@ -204,16 +221,18 @@ def _split_dim(sizes: Shape, num_holders: int, element_size: int) -> int | None:
     return next((dim for dim, size in enumerate(sizes) if size >= num_holders), None)
 
 
-def _split(box: Box, holders: Ranks, dim: int | None) -> Iterator[Cell]:
+def _split(box: Box, holders: Ranks, dim: int | None, rank: int | None = None) -> Iterator[Cell]:
+    """A cell, or, if it is to be cut along ``dim``, the piece of each holder (only that of ``rank`` if it is given)."""
     offsets, sizes = box
     if dim is None:
         yield Cell(offsets, sizes, holders)
         return
-    for place, holder in enumerate(holders):
+    places = range(len(holders)) if rank is None else (holders.index(rank),)
+    for place in places:
         start, length = chunk_interval(sizes[dim], len(holders), place)
         if length:
             at = (*offsets[:dim], offsets[dim] + start, *offsets[dim + 1 :])
-            yield Cell(at, (*sizes[:dim], length, *sizes[dim + 1 :]), (holder,))
+            yield Cell(at, (*sizes[:dim], length, *sizes[dim + 1 :]), (holders[place],))
 
 
 def _intervals(size: int, axes: Shape, mesh_shape: Shape) -> Iterator[tuple[int, int, Shape]]:
@@ -230,6 +249,7 @@ def _intervals(size: int, axes: Shape, mesh_shape: Shape) -> Iterator[tuple[int,
 # ---------------------------------------------------------------- boxes
 
 
+@functools.lru_cache(maxsize=4096)
 def overlap(first: Box, second: Box) -> Box | None:
     """The box that two boxes share, or None."""
     offsets, sizes = [], []
@@ -243,8 +263,24 @@ def overlap(first: Box, second: Box) -> Box | None:
     return tuple(offsets), tuple(sizes)
 
 
-def cells_touching(grid: list[list[int]], shape: Shape, box: Box) -> Iterator[tuple[int, Box]]:
+@functools.lru_cache(maxsize=65536)
+def cell_of(grid: Grid, shape: Shape, number: int) -> Box:
+    """The box of one cell of a grid, by its number in row-major order."""
+    offsets, sizes = [], []
+    for starts, size in zip(reversed(grid), reversed(shape), strict=True):
+        number, place = divmod(number, len(starts))
+        offsets.append(starts[place])
+        sizes.append((starts[place + 1] if place + 1 < len(starts) else size) - starts[place])
+    return tuple(reversed(offsets)), tuple(reversed(sizes))
+
+
+@functools.lru_cache(maxsize=4096)
+def cells_touching(grid: Grid, shape: Shape, box: Box) -> tuple[tuple[int, Box], ...]:
     """(number in row-major order, box) of the cells of a grid that share elements with ``box``."""
+    return tuple(_cells_touching(grid, shape, box))
+
+
+def _cells_touching(grid: Grid, shape: Shape, box: Box) -> Iterator[tuple[int, Box]]:
     ranges = []
     for starts, at, size in zip(grid, *box, strict=True):
         if size == 0 or not starts:
@@ -261,6 +297,7 @@ def cells_touching(grid: list[list[int]], shape: Shape, box: Box) -> Iterator[tu
         yield number, (tuple(offsets), tuple(sizes))
 
 
+@functools.lru_cache(maxsize=4096)
 def slices(offsets: Shape, sizes: Shape, base: Shape | None = None) -> tuple[slice, ...]:
     """A box as an index into an array that starts at ``base`` (None: at 0)."""
     if base is not None:

@@ -31,6 +31,7 @@ from hyper_parallel.core.distributed_checkpoint.storage import (
 )
 
 _MAX_BUFFERS = 1024  # of one writev
+_MAX_MAPPED = 16 << 20  # bytes of files that a reader keeps in its memory
 
 
 def local_path(checkpoint_id: CheckpointId) -> Path:
@@ -134,6 +135,7 @@ class FileSystemReader(StorageReader):
             reads_are_dear = here.isdecimal() and world.isdecimal() and int(here) < int(world)
         self.reads_are_dear = reads_are_dear
         self._maps: dict[str, tuple[mmap.mmap | None, memoryview]] = {}
+        self._num_bytes_mapped = 0
 
     def open(self, checkpoint_id: CheckpointId) -> None:
         self._root = local_path(checkpoint_id)
@@ -147,6 +149,10 @@ class FileSystemReader(StorageReader):
     def view(self, name: str, start: int, length: int) -> memoryview:
         if name not in self._maps:
             self._maps[name] = self._map(name)
+        self._num_bytes_mapped += length
+        if self._num_bytes_mapped > _MAX_MAPPED:
+            self._let_go()
+            self._num_bytes_mapped = length
         view = self._maps[name][1][start : start + length]
         if len(view) != length:
             raise CorruptCheckpointError(
@@ -161,6 +167,12 @@ class FileSystemReader(StorageReader):
                 return None, memoryview(b"")
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         return mapped, memoryview(mapped)
+
+    def _let_go(self) -> None:
+        """Pages that were looked at count as this process's memory until it says that it does not need them."""
+        for mapped, _ in self._maps.values():
+            if mapped is not None:
+                mapped.madvise(mmap.MADV_DONTNEED)
 
     def close(self) -> None:
         for mapped, view in self._maps.values():

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hyper_parallel.core.distributed_checkpoint.checksum import crc32c
-from hyper_parallel.core.distributed_checkpoint.chunks import Box, cells_touching, overlap
+from hyper_parallel.core.distributed_checkpoint.chunks import Box, Grid, cell_of, cells_touching, overlap
 from hyper_parallel.core.distributed_checkpoint.errors import CorruptCheckpointError
 from hyper_parallel.core.distributed_checkpoint.metadata import (
     BytesStorageMetadata,
@@ -48,7 +48,7 @@ class StoredTensor:
     file: list[int]
     start: list[int]
     crc32c: list[int]
-    grid: list[list[int]] | None = None
+    grid: Grid | None = None
     boxes: list[Box] | None = None
     layout: int | None = None
     requires_grad: bool = False
@@ -70,14 +70,7 @@ class StoredTensor:
 
     def box(self, number: int) -> Box:
         """The box of one chunk."""
-        if self.grid is None:
-            return (self.boxes or [])[number]
-        offsets, sizes = [], []
-        for starts, size in zip(reversed(self.grid), reversed(self.shape), strict=True):
-            number, place = divmod(number, len(starts))
-            offsets.append(starts[place])
-            sizes.append((starts[place + 1] if place + 1 < len(starts) else size) - starts[place])
-        return tuple(reversed(offsets)), tuple(reversed(sizes))
+        return (self.boxes or [])[number] if self.grid is None else cell_of(self.grid, self.shape, number)
 
     def chunk_sizes(self, number: int) -> Shape:
         """The shape of one chunk."""
@@ -174,6 +167,8 @@ def decode_index(data: bytes, where: str) -> CheckpointIndex:
     tensors = {}
     for key, entry in content["tensors"].items():
         entry["shape"] = tuple(entry["shape"])
+        if "grid" in entry:
+            entry["grid"] = tuple(map(tuple, entry["grid"]))
         if "boxes" in entry:
             entry["boxes"] = [(tuple(offsets), tuple(sizes)) for offsets, sizes in entry["boxes"]]
         tensors[key] = StoredTensor(**entry)
@@ -251,10 +246,10 @@ class _Places(Mapping[MetadataIndex, StoredBytes]):
         return sum(len(tensor.file) for tensor in self._index.tensors.values()) + len(self._index.objects)
 
 
-def grid_or_boxes(shape: Shape, boxes: Sequence[Box]) -> tuple[list[list[int]] | None, list[int]]:
+def grid_or_boxes(shape: Shape, boxes: Sequence[Box]) -> tuple[Grid | None, list[int]]:
     """The grid whose cells are these boxes, or None; and the order that makes them row-major."""
     order = sorted(range(len(boxes)), key=lambda number: boxes[number][0])
-    grid = [sorted({offsets[dim] for offsets, _ in boxes}) for dim in range(len(shape))]
+    grid = tuple(tuple(sorted({offsets[dim] for offsets, _ in boxes})) for dim in range(len(shape)))
     cells = StoredTensor("", shape, [], [], [], grid).all_boxes() if boxes else iter(())
     is_grid = list(cells) == [boxes[number] for number in order] and (bool(boxes) or 0 in shape)
     return (grid if is_grid else None), order

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 import os
 from typing import Any, NamedTuple
 
@@ -13,19 +15,13 @@ from hyper_parallel.core.distributed_checkpoint.checksum import crc32c, share_of
 from hyper_parallel.core.distributed_checkpoint.chunks import slices
 from hyper_parallel.core.distributed_checkpoint.errors import CorruptCheckpointError
 from hyper_parallel.core.distributed_checkpoint.flatten import is_stateful
-from hyper_parallel.core.distributed_checkpoint.index_file import CheckpointIndex, StoredTensor, decode_index
+from hyper_parallel.core.distributed_checkpoint.index_file import StoredTensor
 from hyper_parallel.core.distributed_checkpoint.metadata import dtype_size
 from hyper_parallel.core.distributed_checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from hyper_parallel.core.distributed_checkpoint.standard_planner import StandardLoadPlanner
-from hyper_parallel.core.distributed_checkpoint.storage import (
-    METADATA_FILE,
-    CheckpointId,
-    StorageReader,
-    default_reader,
-)
+from hyper_parallel.core.distributed_checkpoint.storage import CheckpointId, StorageReader, default_reader
+from hyper_parallel.core.distributed_checkpoint.stored_files import StoredFiles
 from hyper_parallel.platform import get_platform
-
-_RAW = {1: np.dtype("u1"), 2: np.dtype("u2"), 4: np.dtype("u4"), 8: np.dtype("u8"), 16: np.dtype("V16")}
 
 
 def load(
@@ -70,20 +66,6 @@ def load(
             state_dict[key] = value
 
 
-def read_index(reader: StorageReader, checkpoint_id: CheckpointId) -> CheckpointIndex:
-    """The index of a checkpoint, checked."""
-    reader.open(checkpoint_id)
-    where = f"{os.fspath(checkpoint_id)}/{METADATA_FILE}"
-    try:
-        data = reader.read_metadata()
-    except (FileNotFoundError, NotADirectoryError):
-        raise FileNotFoundError(
-            f"there is no checkpoint at '{os.fspath(checkpoint_id)}': it has no {METADATA_FILE}. latest(directory) "
-            "names the newest checkpoint in a directory"
-        ) from None
-    return decode_index(data, where)
-
-
 class Share(NamedTuple):
     """A box of a chunk that a rank has read, and its part in the chunk's checksum; see ``checksum.py``."""
 
@@ -109,14 +91,13 @@ class _Loading:
         self._reader = reader
         self._planner = planner
         self._agreement = agreement
-        self._files_checked: set[int] = set()
 
     def plan(self, state_dict: dict[str, Any]) -> LoadPlan:
-        self._index = read_index(self._reader, self._id)
+        self._files = StoredFiles(self._id, self._reader)
         self._planner.configure_planner(
             state_dict,
-            self._index.metadata(),
-            index=self._index,
+            self._files.index.metadata(),
+            index=self._files.index,
             rank=get_platform().get_rank(),
             is_coordinator=self._agreement.is_coordinator,
         )
@@ -124,127 +105,69 @@ class _Loading:
 
     def read(self, plan: LoadPlan) -> _ReadReport:
         plan = self._planner.finalize_plan(plan)
-        index = self._index
+        index = self._files.index
         for number in range(self._agreement.rank, len(index.files), self._agreement.world_size):
-            self._check_header(number)
+            self._files.check_header(number)
         numbers = {key: number for number, key in enumerate(index.tensors)}
         shares: list[Share] = []
         for item in plan.items:
             if item.type is LoadItemType.BYTE_IO:
-                self._planner.apply_bytes(item, self._object_bytes(item.storage_index.fqn))
+                self._planner.apply_bytes(item, self._files.object_bytes(item.storage_index.fqn))
             else:
                 self._read_box(item, numbers, shares)
         return _ReadReport(index.crc32c, shares)
 
     def _read_box(self, item: ReadItem, numbers: dict[str, int], shares: list[Share]) -> None:
         key = item.storage_index.fqn
-        tensor = self._index.tensors[key]
-        number = self._chunk_number(tensor, item)
+        tensor = self._files.index.tensors[key]
+        number = _chunk_number(tensor, item)
         place = self._planner.acquire_tensor(item)
         target = place if isinstance(place, np.ndarray) else get_platform().raw_array(place)
-        sizes = tensor.chunk_sizes(number)
-        values = self._chunk(tensor, number, sizes)
-        if item.lengths == sizes:
-            self._compare(key, number, crc32c(values.reshape(-1).view(np.uint8)), tensor.crc32c[number])
+        values = self._files.chunk(tensor, number)
+        if item.lengths == values.shape:
+            self._files.compare(key, number, crc32c(values.reshape(-1).view(np.uint8)), tensor.crc32c[number])
             target[...] = values
         else:
             target[...] = values[slices(item.storage_offsets, item.lengths)]
-            share = share_of_box(target, item.storage_offsets, sizes)
+            share = share_of_box(target, item.storage_offsets, values.shape)
             shares.append(Share(numbers[key], number, item.storage_offsets, item.lengths, share))
         self._reader.bytes_read += target.nbytes
         if place is not target:
             get_platform().set_raw(place, target)
         self._planner.apply_tensor(item, place)
 
-    def _chunk(self, tensor: StoredTensor, number: int, sizes: tuple[int, ...]) -> np.ndarray[Any, Any]:
-        size = dtype_size(tensor.dtype)
-        data = self._bytes(tensor.file[number], tensor.start[number], math.prod(sizes) * size)
-        return np.frombuffer(data, _RAW[size]).reshape(sizes)
-
-    def _chunk_number(self, tensor: StoredTensor, item: ReadItem) -> int:
-        if item.storage_index.index is not None:
-            return item.storage_index.index
-        return next(n for n, (offsets, _) in enumerate(tensor.all_boxes()) if offsets == item.storage_index.offset)
-
-    def _object_bytes(self, key: str) -> memoryview:
-        stored = self._index.objects[key]
-        data = self._bytes(stored.file, stored.start, stored.length)
-        if crc32c(data) != stored.crc32c:
-            raise CorruptCheckpointError(self._damaged(stored.file, f"the object '{key}'"))
-        return data
-
-    def _bytes(self, file: int, start: int, length: int) -> memoryview:
-        if file not in self._files_checked:
-            self._check_size(file)
-        described = self._index.files[file]
-        return self._reader.view(described.name, described.header_bytes + start, length)
-
-    def _check_size(self, number: int) -> None:
-        file = self._index.files[number]
-        path = f"{os.fspath(self._id)}/{file.name}"
-        try:
-            size = self._reader.size(file.name)
-        except FileNotFoundError:
-            raise CorruptCheckpointError(f"'{path}' is missing; the checkpoint cannot be loaded without it") from None
-        if size != file.header_bytes + file.data_bytes:
-            raise CorruptCheckpointError(
-                f"'{path}' has {size} bytes where {file.header_bytes + file.data_bytes} were written: it was cut short "
-                "or changed. Load another checkpoint"
-            )
-        self._files_checked.add(number)
-
-    def _check_header(self, number: int) -> None:
-        self._check_size(number)
-        file = self._index.files[number]
-        if crc32c(self._reader.view(file.name, 0, file.header_bytes)) != file.header_crc:
-            raise CorruptCheckpointError(self._damaged(number, "its header"))
-
-    def _compare(self, key: str, chunk: int, found: int, written: int) -> None:
-        if found != written:
-            tensor = self._index.tensors[key]
-            box = tensor.box(chunk)
-            raise CorruptCheckpointError(
-                self._damaged(tensor.file[chunk], f"'{key}' at {list(box[0])} (size {list(box[1])})")
-            )
-
-    def _damaged(self, file: int, what: str) -> str:
-        name = self._index.files[file].name
-        return (
-            f"'{os.fspath(self._id)}/{name}' is damaged: the checksum of {what} is not the one that was written. Load "
-            "another checkpoint"
-        )
-
     # ---------------------------------------------------------------- on the coordinator
 
     def verify(self, reports: list[_ReadReport]) -> None:
         """Every chunk that was read in parts has the checksum that was written."""
         if len({report.index_crc for report in reports}) > 1:
-            raise CheckpointChangedError(
-                f"'{os.fspath(self._id)}' was replaced while it was being loaded; load it again"
-            )
+            raise CheckpointChangedError(f"'{os.fspath(self._id)}' was replaced while it was loaded; load it again")
         parts: dict[tuple[int, int], dict[Any, int]] = {}
         for report in reports:
             for tensor, chunk, offsets, sizes, share in report.shares:
                 known = parts.setdefault((tensor, chunk), {})
                 if known.setdefault((offsets, sizes), share) != share:
-                    known[offsets, sizes, len(known)] = share  # Two ranks read different values: a mismatch below.
-        names = list(self._index.tensors)
+                    known[offsets, sizes, len(known)] = share  # Two ranks read different values: see below.
+        names = list(self._files.index.tensors)
         for (number, chunk), shares in parts.items():
             key = names[number]
-            tensor = self._index.tensors[key]
-            sizes = tensor.chunk_sizes(chunk)
-            whole = math.prod(sizes)
+            stored = self._files.index.tensors[key]
+            whole = math.prod(stored.chunk_sizes(chunk))
             if sum(math.prod(box[1]) for box in shares) != whole:
                 # The ranks did not read all of it, or some of it twice: look at the chunk itself.
-                found = crc32c(self._chunk(tensor, chunk, sizes).reshape(-1).view(np.uint8))
-                self._compare(key, chunk, found, tensor.crc32c[chunk])
+                self._files.check_chunk(key, chunk)
                 continue
-            total = 0
-            for share in shares.values():
-                total ^= share
-            expected = share_of_whole(tensor.crc32c[chunk], whole * dtype_size(tensor.dtype))
-            self._compare(key, chunk, total, expected)
+            total = functools.reduce(operator.xor, shares.values())
+            self._files.compare(
+                key, chunk, total, share_of_whole(stored.crc32c[chunk], whole * dtype_size(stored.dtype))
+            )
 
 
 class CheckpointChangedError(CorruptCheckpointError):
     """The checkpoint was replaced in the middle of a load."""
+
+
+def _chunk_number(tensor: StoredTensor, item: ReadItem) -> int:
+    if item.storage_index.index is not None:
+        return item.storage_index.index
+    return next(n for n, (offsets, _) in enumerate(tensor.all_boxes()) if offsets == item.storage_index.offset)

@@ -5,6 +5,7 @@ These are descriptions without any values. How they look as a file is in ``index
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ def dtype_name(dtype: Any) -> str:
     return name.rpartition(".")[2].lower()
 
 
+@functools.lru_cache(maxsize=256)
 def dtype_size(dtype: Any) -> int:
     """Bytes per element, read from the name: the bits it states, ``float8_e4m3fn`` and the like included.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -135,8 +136,7 @@ class StandardSavePlanner(SavePlanner):
             return data
         if key not in self._arrays:
             tensor = self._leaves[key].value
-            if hasattr(tensor, "wait"):
-                tensor = tensor.wait()
+            _complete(tensor)
             spec = self.specs[key]
             assert isinstance(spec, TensorSpec)
             try:
@@ -217,15 +217,8 @@ class StandardLoadPlanner(LoadPlanner):
             return
         dest = MetadataIndex(key, box[0])
         for number, chunk in self._touching(key, box):
-            offsets, sizes = overlap(chunk, box)  # type: ignore[misc]
-            yield ReadItem(
-                LoadItemType.TENSOR,
-                dest,
-                tuple(at - base for at, base in zip(offsets, box[0], strict=True)),
-                MetadataIndex(key, chunk[0], number),
-                tuple(at - base for at, base in zip(offsets, chunk[0], strict=True)),
-                sizes,
-            )
+            to, at, sizes = _meeting(chunk, box)
+            yield ReadItem(LoadItemType.TENSOR, dest, to, MetadataIndex(key, chunk[0], number), at, sizes)
 
     # The index of a checkpoint in our format answers faster than its Metadata.
 
@@ -264,8 +257,7 @@ class StandardLoadPlanner(LoadPlanner):
         array = self._arrays.get(key)
         if array is None:
             tensor = self._leaves[key].value
-            if hasattr(tensor, "wait"):
-                tensor.wait()
+            _complete(tensor)
             try:
                 array = self._arrays[key] = get_platform().raw_array(tensor)
             except (TypeError, ValueError) as error:
@@ -286,6 +278,22 @@ class StandardLoadPlanner(LoadPlanner):
         described = self._metadata.state_dict_metadata[key]
         assert isinstance(described, BytesStorageMetadata)
         leaf.container[leaf.place] = decode_object(value, described.encoding, key, self._allow_pickle)
+
+
+@functools.lru_cache(maxsize=4096)
+def _meeting(chunk: Box, box: Box) -> tuple[Any, Any, Any]:
+    """Where the part that a chunk and a box share starts in the box and in the chunk, and its sizes."""
+    shared = overlap(chunk, box)
+    assert shared is not None
+    offsets, sizes = shared
+    in_box, in_chunk = (tuple(at - b for at, b in zip(offsets, base, strict=True)) for base in (box[0], chunk[0]))
+    return in_box, in_chunk, sizes
+
+
+def _complete(tensor: Any) -> None:
+    """A distributed tensor may still be on its way from another layout."""
+    if isinstance(tensor, get_platform().DTensorBase):
+        tensor.wait()
 
 
 def _listed(names: list[str], most: int = 20) -> str:

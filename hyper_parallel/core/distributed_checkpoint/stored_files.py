@@ -1,0 +1,163 @@
+"""The files of a checkpoint that exists: opening its index, reading its chunks and objects, and finding damage."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from hyper_parallel.core.distributed_checkpoint.checksum import crc32c
+from hyper_parallel.core.distributed_checkpoint.errors import CorruptCheckpointError
+from hyper_parallel.core.distributed_checkpoint.index_file import CheckpointIndex, StoredTensor, decode_index
+from hyper_parallel.core.distributed_checkpoint.metadata import Metadata, dtype_size
+from hyper_parallel.core.distributed_checkpoint.storage import (
+    METADATA_FILE,
+    CheckpointId,
+    StorageReader,
+    default_reader,
+)
+
+RAW_DTYPES = {1: np.dtype("u1"), 2: np.dtype("u2"), 4: np.dtype("u4"), 8: np.dtype("u8"), 16: np.dtype("V16")}
+_STEP = 16 << 20  # bytes that are checked at a time
+
+
+class StoredFiles:
+    """A checkpoint opened for reading. Everything it gives has been checked, unless it says otherwise."""
+
+    def __init__(self, checkpoint_id: CheckpointId, reader: StorageReader) -> None:
+        self.name = os.fspath(checkpoint_id)
+        self.reader = reader
+        reader.open(checkpoint_id)
+        try:
+            data = reader.read_metadata()
+        except (FileNotFoundError, NotADirectoryError):
+            raise FileNotFoundError(
+                f"there is no checkpoint at '{self.name}': it has no {METADATA_FILE}. latest(directory) names the "
+                "newest checkpoint in a directory"
+            ) from None
+        self.index: CheckpointIndex = decode_index(data, f"{self.name}/{METADATA_FILE}")
+        self._sized: set[int] = set()
+
+    def view(self, file: int, start: int, length: int) -> memoryview:
+        """Bytes of a file's data, unchecked but for the file's size."""
+        if file not in self._sized:
+            self._check_size(file)
+        described = self.index.files[file]
+        return self.reader.view(described.name, described.header_bytes + start, length)
+
+    def chunk(self, tensor: StoredTensor, number: int) -> np.ndarray[Any, Any]:
+        """A chunk as an array of bits, unchecked."""
+        size = dtype_size(tensor.dtype)
+        sizes = tensor.chunk_sizes(number)
+        data = self.view(tensor.file[number], tensor.start[number], math.prod(sizes) * size)
+        return np.frombuffer(data, RAW_DTYPES[size]).reshape(sizes)
+
+    def object_bytes(self, key: str) -> memoryview:
+        """The bytes of an object."""
+        stored = self.index.objects[key]
+        data = self.view(stored.file, stored.start, stored.length)
+        if crc32c(data) != stored.crc32c:
+            raise CorruptCheckpointError(self.damaged(stored.file, f"the object '{key}'"))
+        return data
+
+    def check_header(self, number: int) -> None:
+        """Raise unless a file has its size and its header is as it was written."""
+        self._check_size(number)
+        file = self.index.files[number]
+        if crc32c(self.reader.view(file.name, 0, file.header_bytes)) != file.header_crc:
+            raise CorruptCheckpointError(self.damaged(number, "its header"))
+
+    def check_chunk(self, key: str, number: int) -> None:
+        """Raise unless a chunk is as it was written."""
+        tensor = self.index.tensors[key]
+        length = math.prod(tensor.chunk_sizes(number)) * dtype_size(tensor.dtype)
+        crc = 0
+        for at in range(0, length, _STEP):
+            crc = crc32c(self.view(tensor.file[number], tensor.start[number] + at, min(_STEP, length - at)), crc)
+        self.compare(key, number, crc, tensor.crc32c[number])
+
+    def compare(self, key: str, chunk: int, found: int, written: int) -> None:
+        """Raise unless the checksum of a chunk is the one that was written."""
+        if found != written:
+            tensor = self.index.tensors[key]
+            offsets, sizes = tensor.box(chunk)
+            what = f"'{key}' at {list(offsets)} (size {list(sizes)})"
+            raise CorruptCheckpointError(self.damaged(tensor.file[chunk], what))
+
+    def damaged(self, file: int, what: str) -> str:
+        """The message about damage in a file."""
+        return (
+            f"'{self.name}/{self.index.files[file].name}' is damaged: the checksum of {what} is not the one that was "
+            "written. Load another checkpoint"
+        )
+
+    def _check_size(self, number: int) -> None:
+        file = self.index.files[number]
+        path = f"{self.name}/{file.name}"
+        try:
+            size = self.reader.size(file.name)
+        except FileNotFoundError:
+            raise CorruptCheckpointError(f"'{path}' is missing; the checkpoint cannot be loaded without it") from None
+        if size != file.header_bytes + file.data_bytes:
+            raise CorruptCheckpointError(
+                f"'{path}' has {size} bytes where {file.header_bytes + file.data_bytes} were written: it was cut short "
+                "or changed. Load another checkpoint"
+            )
+        self._sized.add(number)
+
+
+def read_metadata(checkpoint_id: CheckpointId, storage_reader: StorageReader | None = None) -> Metadata:
+    """What a checkpoint holds, without any values."""
+    reader = storage_reader if storage_reader is not None else default_reader(checkpoint_id)
+    try:
+        return StoredFiles(checkpoint_id, reader).index.metadata()
+    finally:
+        reader.close()
+
+
+def verify(
+    checkpoint_id: CheckpointId,
+    storage_reader: StorageReader | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[str]:
+    """Read every byte of a checkpoint and give a line for each problem; none: it is sound. One process is enough.
+
+    ``progress(bytes_done, bytes_in_all)`` is called now and then. Memory stays small whatever the size.
+    """
+    reader = storage_reader if storage_reader is not None else default_reader(checkpoint_id)
+    problems: dict[str, None] = {}
+    try:
+        try:
+            stored = StoredFiles(checkpoint_id, reader)
+        except (CorruptCheckpointError, FileNotFoundError) as error:
+            return [str(error)]
+        total = sum(file.header_bytes + file.data_bytes for file in stored.index.files)
+        done = 0
+        for num_bytes, check in _checks(stored):
+            try:
+                check()
+            except CorruptCheckpointError as error:
+                problems[str(error)] = None
+            done += num_bytes
+            if progress is not None:
+                progress(done, total)
+    finally:
+        reader.close()
+    return list(problems)
+
+
+def _checks(stored: StoredFiles) -> Iterator[tuple[int, Callable[[], Any]]]:
+    """(bytes, check) for everything in a checkpoint."""
+    index = stored.index
+    for number, file in enumerate(index.files):
+        yield file.header_bytes, lambda number=number: stored.check_header(number)  # type: ignore[misc]
+    for key, tensor in index.tensors.items():
+        size = dtype_size(tensor.dtype)
+        for number in range(len(tensor.file)):
+            num_bytes = math.prod(tensor.chunk_sizes(number)) * size
+            yield num_bytes, lambda key=key, number=number: stored.check_chunk(key, number)  # type: ignore[misc]
+    for key, described in index.objects.items():
+        yield described.length, lambda key=key: stored.object_bytes(key)  # type: ignore[misc]
