@@ -11,6 +11,8 @@ from typing import Any
 _HERE = "hyper_parallel.core.distributed_checkpoint"
 _HOME_OF = {
     "save": f"{_HERE}.save",
+    "async_save": f"{_HERE}.async_save",
+    "AsyncSave": f"{_HERE}.async_save",
     "load": f"{_HERE}.load",
     "read_metadata": f"{_HERE}.stored_files",
     "verify": f"{_HERE}.stored_files",

@@ -1,0 +1,249 @@
+"""The rank's side of background saves: starting the writer process, giving it memory and jobs, hearing from it.
+
+Note [Slow is not dead]
+Nothing here has a time limit. A machine that is busy can make a process wait for minutes, and a writer that is late
+must not cost a checkpoint. That a process is gone is told by the kernel alone: its connections end and its pidfd
+becomes readable, at once and never before. So
+
+- a rank waits for its writer's answer until the answer, or the writer's end, arrives;
+- a writer waits for its rank's jobs until one, or the rank's end, arrives; a job that it has begun it finishes, also
+  without the rank, since the bytes are in shared memory: the checkpoint is then whole;
+- writers wait for each other until a message, or the end of a connection, arrives. Each end of these connections is
+  open in one process only: a rank closes its own as soon as its writer has it. Keep-alive probes, which the kernel
+  answers however busy the process is, find hosts that vanished.
+
+Writers are started as new programs, never forked, so no lock or thread of the training process can hang them; they do
+not import the framework, so they are small. They are the leaders of their own sessions: Ctrl-C in a terminal ends the
+training and not the checkpoint that is being written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import json
+import mmap
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hyper_parallel.core.distributed_checkpoint.agreement import Agreement
+from hyper_parallel.core.distributed_checkpoint.writer_process import HELLO, receive_message, send_message
+
+# `hyper_parallel.core` brings in the framework. The writer process needs one of its rooms and not the front door.
+_START = """
+import importlib.util, os, runpy, sys, types
+core = types.ModuleType("hyper_parallel.core")
+folders = importlib.util.find_spec("hyper_parallel").submodule_search_locations
+core.__path__ = [os.path.join(folder, "core") for folder in folders]
+sys.modules["hyper_parallel.core"] = core
+runpy.run_module("hyper_parallel.core.distributed_checkpoint.writer_process", run_name="__main__")
+"""
+_PAGE = 1 << 12
+_GROWTH = 1 << 21  # Memory is taken in these steps.
+
+
+class Address(NamedTuple):
+    """Where the writer process of rank 0 listens, and what to say to it."""
+
+    host: str
+    port: int
+    token: bytes
+
+
+class WriterProcess:
+    """A writer process and what this rank shares with it. One job at a time."""
+
+    def __init__(self, agreement: Agreement) -> None:
+        """Every rank calls: start the writer processes of all ranks, connected to each other."""
+        self.rank, self.world_size = agreement.rank, agreement.world_size
+        self._owner = os.getpid()
+        self._lock = threading.Lock()
+        self._memory: mmap.mmap | None = None
+        self._array = np.empty(0, np.uint8)
+        self._answer: Any = None
+        self.is_busy = False
+        self.is_broken = False
+        listener = link = None
+        token = b""
+        if self.world_size > 1:
+            listener, address = _open_listener(agreement)
+            token = address.token
+            link = _connect(agreement, address)
+        control, far = socket.socketpair()
+        try:
+            self._process = _start(far, listener, link, self.rank, self.world_size, token)
+        finally:
+            for end in (far, listener, link):
+                if end is not None:
+                    end.close()
+        self._control = control
+        self._ended = os.pidfd_open(self._process.pid)
+
+    @property
+    def pid(self) -> int:
+        """The writer's process number."""
+        return self._process.pid
+
+    # ---------------------------------------------------------------- memory
+
+    def memory(self, num_bytes: int) -> np.ndarray[Any, Any]:
+        """Shared memory of at least this size: the one of the last save if that is large enough."""
+        if num_bytes > len(self._array):
+            self._array = np.empty(0, np.uint8)
+            self._memory = None  # before the new one: only one of them at a time
+            size = -(-num_bytes // _GROWTH) * _GROWTH
+            file = os.memfd_create("hyper-parallel-checkpoint", os.MFD_CLOEXEC)
+            try:
+                os.ftruncate(file, size)
+                # All pages at once: cheaper than one fault for each.
+                self._memory = mmap.mmap(file, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+                self._array = np.frombuffer(self._memory, np.uint8)
+                self._send(("memory", size), (file,))
+            finally:
+                os.close(file)
+        return self._array
+
+    # ---------------------------------------------------------------- jobs
+
+    def start_job(self, job: dict[str, Any]) -> None:
+        """Hand over a job; the memory belongs to the writer until the job is done."""
+        assert not self.is_busy
+        self._answer = None
+        self.is_busy = True
+        self._send(("job", job))
+
+    def _send(self, message: Any, files: tuple[int, ...] = ()) -> None:
+        # A writer that is gone is found out when its answer is awaited.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            send_message(self._control, message, files)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until the job is done or the writer gone; False if ``timeout`` seconds were not enough."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        with self._lock:
+            while self.is_busy:
+                left = None if deadline is None else max(deadline - time.monotonic(), 0)
+                ready = select.select([self._control, self._ended], [], [], left)[0]
+                if not ready:
+                    return False
+                self._take_answer()
+            return True
+
+    def _take_answer(self) -> None:
+        try:
+            # Also when it has ended: it may have answered before.
+            self._answer = receive_message(self._control, self._ended)[0]
+        except Exception as error:  # ParentGone, EOFError, ConnectionResetError: all the same
+            del error
+            self._answer = ("failed", ("lost", self._epitaph()))
+        kind, value = self._answer
+        if kind == "failed" and value[0] == "lost":
+            self.is_broken = True
+        self.is_busy = False
+
+    def _epitaph(self) -> str:
+        code = self._process.wait()
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+        return (
+            f"saving failed: the process that writes the checkpoint for rank {self.rank} {how}; the previous "
+            "checkpoint is untouched"
+        )
+
+    @property
+    def answer(self) -> tuple[str, Any]:
+        """("done", what the coordinator committed or None) or ("failed", (kind, text)) of the last job."""
+        return self._answer
+
+    # ---------------------------------------------------------------- the end
+
+    def close(self) -> None:
+        """Let the writer finish what it does, and end. In a forked child, whose it is not: nothing."""
+        if self._owner != os.getpid():
+            return
+        self._control.close()
+        self._process.wait()
+        os.close(self._ended)
+        self._array = np.empty(0, np.uint8)
+        self._memory = None
+
+
+def _start(
+    control: socket.socket,
+    listener: socket.socket | None,
+    link: socket.socket | None,
+    rank: int,
+    world_size: int,
+    token: bytes,
+) -> subprocess.Popen[bytes]:
+    numbers = {
+        name: None if end is None else end.fileno()
+        for name, end in (("control", control), ("listener", listener), ("link", link))
+    }
+    setup = {**numbers, "parent": os.getpid(), "rank": rank, "world_size": world_size, "token": token.hex()}
+    package = str(Path(__file__).resolve().parents[3])
+    path = [package, *(entry for entry in sys.path if entry)]
+    return subprocess.Popen(
+        [sys.executable, "-c", _START, json.dumps(setup)],
+        pass_fds=[number for number in numbers.values() if number is not None],
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
+        start_new_session=True,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Connections between writers: made here, where all ranks are known to be alive, and handed over
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _open_listener(agreement: Agreement) -> tuple[socket.socket | None, Address]:
+    made: list[socket.socket] = []
+
+    def listen() -> Address | None:
+        if not agreement.is_coordinator:
+            return None
+        listener, address = _listen(agreement.world_size)
+        made.append(listener)
+        return address
+
+    address = agreement.round("starting background saves", listen, lambda addresses: addresses[0])
+    return (made[0] if made else None), address
+
+
+def _listen(world_size: int) -> tuple[socket.socket, Address]:
+    host = os.environ.get("MASTER_ADDR") or socket.gethostname()
+    family, _, _, _, found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    # Only where the other ranks come from: on one host nobody else can connect.
+    where = found[0] if ipaddress.ip_address(found[0]).is_loopback else ""
+    listener = socket.create_server((str(where), 0), family=family, backlog=world_size)
+    return listener, Address(host, listener.getsockname()[1], os.urandom(16))
+
+
+def _connect(agreement: Agreement, address: Address) -> socket.socket | None:
+    made: list[socket.socket] = []
+
+    def connect() -> None:
+        if agreement.is_coordinator:
+            return
+        try:
+            link = socket.create_connection((address.host, address.port))
+        except OSError as error:
+            raise ConnectionError(
+                f"cannot reach the writer process of rank 0 at {address.host}:{address.port}: {error}"
+            ) from error
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        link.sendall(HELLO.pack(address.token, agreement.rank))
+        made.append(link)
+
+    agreement.round("starting background saves", connect)
+    return made[0] if made else None

@@ -1,0 +1,289 @@
+"""The process that writes checkpoints in the background, one beside every rank. It never imports a framework.
+
+It gets jobs from its rank (the *parent*) over a socket, with the bytes in shared memory, and agrees with the writer
+processes of the other ranks over connections of its own, a star around that of rank 0, so that training is not
+disturbed. See Note [Slow is not dead] in ``background.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import mmap
+import os
+import pickle
+import select
+import selectors
+import socket
+import struct
+import sys
+from typing import Any
+
+import numpy as np
+
+from hyper_parallel.core.distributed_checkpoint.agreement import COORDINATOR, Agreement, AloneAgreement, GroupAgreement
+from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError, CorruptCheckpointError, LostRankError
+from hyper_parallel.core.distributed_checkpoint.index_file import CheckpointIndex, StoredObject, encode_index
+from hyper_parallel.core.distributed_checkpoint.metadata import MetadataIndex
+from hyper_parallel.core.distributed_checkpoint.shard_file import RankReport, StagedItem, write_shards
+
+_LENGTH = struct.Struct("<Q")
+HELLO = struct.Struct("<16sI")  # the session's token, and a rank
+
+
+class ParentGone(Exception):
+    """The rank that this process writes for has ended."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Messages
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def send_message(connection: socket.socket, value: Any, files: tuple[int, ...] = ()) -> None:
+    """A value, pickled, and perhaps open files along with it (between processes of one host)."""
+    data = pickle.dumps(value)
+    head = _LENGTH.pack(len(data))
+    if files:
+        socket.send_fds(connection, [head], files)
+        connection.sendall(data)
+    else:
+        connection.sendall(head + data if len(data) < 1 << 16 else head)
+        if len(data) >= 1 << 16:
+            connection.sendall(data)
+
+
+def receive_message(connection: socket.socket, parent: int | None = None) -> tuple[Any, list[int]]:
+    """The next value and files; EOFError when the other side has closed, ParentGone when ``parent`` has ended."""
+    files: list[int] = []
+    head = _receive_exactly(connection, _LENGTH.size, parent, files)
+    return pickle.loads(_receive_exactly(connection, _LENGTH.unpack(head)[0], parent)), files
+
+
+def _receive_exactly(
+    connection: socket.socket, length: int, parent: int | None, files: list[int] | None = None
+) -> bytearray:
+    data = bytearray()
+    while len(data) < length:
+        if parent is not None:
+            ready = select.select([connection, parent], [], [])[0]
+            # When the parent has ended, what it said before is still there to be read.
+            if connection not in ready and not select.select([connection], [], [], 0)[0]:
+                raise ParentGone
+        if files is not None:
+            part, found, _, _ = socket.recv_fds(connection, length - len(data), 4)
+            files += found
+        else:
+            part = connection.recv(min(length - len(data), 1 << 20))
+        if not part:
+            raise EOFError
+        data += part
+    return data
+
+
+class WriterAgreement(GroupAgreement):
+    """The writer processes of all ranks, over connections of their own. Only an ended connection is a lost rank."""
+
+    def __init__(self, rank: int, links: dict[int, socket.socket], world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+        self._links = links
+        self._dead = set()
+
+    def _send(self, report: Any, rank: int) -> None:
+        try:
+            send_message(self._links[rank], report)
+        except OSError as error:
+            raise self._loss(rank, error) from error
+
+    def _receive(self, rank: int) -> Any:
+        try:
+            return receive_message(self._links[rank])[0]
+        except (OSError, EOFError) as error:
+            raise self._loss(rank, error) from error
+
+    def _loss(self, rank: int, error: BaseException) -> LostRankError:
+        return LostRankError(
+            f"the process that writes the checkpoint for rank {rank} is gone, as rank {self.rank} learns"
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Jobs
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Memory:
+    """The shared memory that holds the staged bytes."""
+
+    def __init__(self, file: int, size: int) -> None:
+        self._mapped = mmap.mmap(file, size, access=mmap.ACCESS_READ)
+        self.array = np.frombuffer(self._mapped, np.uint8)
+        os.close(file)
+
+
+def staged_items(job: dict[str, Any], memory: Memory | None) -> list[StagedItem]:
+    """The items of a job; their bytes stay in the shared memory."""
+    items = []
+    for fqn, offset, dtype, shape, start, length, encoding in job["items"]:
+        data = memory.array[start : start + length] if memory is not None else np.empty(0, np.uint8)
+        items.append(StagedItem(MetadataIndex(fqn, offset), dtype, shape, data, encoding))
+    return items
+
+
+def run_job(job: dict[str, Any], memory: Memory | None, agreement: Agreement) -> bytes | None:
+    """Write this rank's part, agree, and commit; the metadata file's content on the coordinator."""
+    names: list[str] = []
+    committed: list[bytes] = []
+    writer: Any = None
+
+    def open_storage() -> None:
+        nonlocal writer
+        if job.get("failure"):
+            raise CheckpointError(job["failure"])
+        writer = pickle.loads(job["writer"])
+        writer.open(job["checkpoint_id"])
+
+    def write() -> RankReport:
+        return write_shards(writer, job["save_name"], agreement.rank, staged_items(job, memory), names)
+
+    def commit(reports: list[RankReport]) -> None:
+        index = complete_index(job["index"], job["owners"], reports)
+        data = encode_index(index)
+        writer.commit(data, [file.name for file in index.files])
+        committed.append(data)
+
+    try:
+        agreement.round("saving", open_storage, lambda _: writer.begin(job["save_name"]))
+        agreement.round("saving", write, commit)
+    except LostRankError:
+        raise  # It may have committed before it went: leave the files, the next save cleans up.
+    except BaseException:
+        if writer is not None:
+            writer.discard(names)
+        raise
+    finally:
+        if writer is not None:
+            writer.end()
+    return committed[0] if committed else None
+
+
+def complete_index(
+    index: CheckpointIndex, owners: list[tuple[str, int]] | None, reports: list[RankReport]
+) -> CheckpointIndex:
+    """The index, made in advance without places, with the places that the ranks report.
+
+    ``owners`` has the (name, rank) of each chunk and object in the order in which the ranks wrote them; None: the index
+    has the item's number among those of all ranks for its place.
+    """
+    first_file = [0, *itertools.accumulate(len(report.files) for report in reports)]
+    index.files = [file for report in reports for file in report.files]
+    moved = [
+        [item._replace(file=first_file[rank] + item.file) for item in report.items]
+        for rank, report in enumerate(reports)
+    ]
+    if owners is None:
+        flat = [item for items in moved for item in items]
+        by_key = {key: [flat[number] for number in tensor.start] for key, tensor in index.tensors.items()}
+        by_key |= {key: [flat[stored.start]] for key, stored in index.objects.items()}
+    else:
+        cursors = [iter(items) for items in moved]
+        by_key = {key: [] for key in [*index.tensors, *index.objects]}
+        for key, owner in owners:
+            by_key[key].append(next(cursors[owner]))
+    for key, tensor in index.tensors.items():
+        items = by_key[key]
+        tensor.file, tensor.start = [item.file for item in items], [item.start for item in items]
+        tensor.crc32c = [item.crc32c for item in items]
+    for key in index.objects:
+        (item,) = by_key[key]
+        index.objects[key] = StoredObject(item.file, item.start, item.length, item.crc32c, item.encoding or "json")
+    return index
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The process
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def serve(setup: dict[str, Any]) -> None:
+    """Do one job after the other until the parent closes the connection or ends; a job that has begun is finished."""
+    control = socket.socket(fileno=setup["control"])
+    parent = _watch(setup["parent"])
+    links: dict[int, socket.socket] = {}
+    memory: Memory | None = None
+    try:
+        if setup["listener"] is not None:
+            links = _accept(socket.socket(fileno=setup["listener"]), setup, parent)
+        elif setup["link"] is not None:
+            links = {COORDINATOR: socket.socket(fileno=setup["link"])}
+        while True:
+            (kind, value), files = receive_message(control, parent)
+            if kind == "memory":
+                memory = None  # before the new one: only one of them at a time
+                memory = Memory(files[0], value)
+                continue
+            answer = _answer(value, memory, setup, links)
+            with contextlib.suppress(OSError):  # The parent may have ended meanwhile.
+                send_message(control, answer)
+    except (EOFError, ParentGone):
+        pass
+
+
+def _answer(job: dict[str, Any], memory: Memory | None, setup: dict[str, Any], links: dict[int, socket.socket]) -> Any:
+    agreement: Agreement = AloneAgreement()
+    if setup["world_size"] > 1:
+        agreement = WriterAgreement(setup["rank"], links, setup["world_size"])
+    try:
+        return "done", run_job(job, memory, agreement)
+    except Exception as error:
+        kind = "corrupt" if isinstance(error, CorruptCheckpointError) else ""
+        kind = "lost" if isinstance(error, LostRankError) else kind
+        text = str(error) if isinstance(error, CheckpointError) else f"saving failed: {type(error).__name__}: {error}"
+        return "failed", (kind, text)
+
+
+def _watch(parent: int) -> int:
+    """A file that is readable when the parent has ended."""
+    watched = os.pidfd_open(parent)
+    if os.getppid() != parent:  # It had ended before, and the number may be somebody else's.
+        raise SystemExit
+    return watched
+
+
+def _accept(listener: socket.socket, setup: dict[str, Any], parent: int) -> dict[int, socket.socket]:
+    """The connections from all other ranks; strangers, who do not know the token, are sent away."""
+    token = bytes.fromhex(setup["token"])
+    links: dict[int, socket.socket] = {}
+    with selectors.DefaultSelector() as selector:
+        selector.register(listener, selectors.EVENT_READ)
+        selector.register(parent, selectors.EVENT_READ)
+        heard: dict[socket.socket, bytearray] = {}
+        while len(links) < setup["world_size"] - 1:
+            for key, _ in selector.select():
+                if key.fileobj == parent:
+                    raise ParentGone
+                if key.fileobj is listener:
+                    connection, _ = listener.accept()
+                    heard[connection] = bytearray()
+                    selector.register(connection, selectors.EVENT_READ)
+                    continue
+                connection = key.fileobj  # type: ignore[assignment]
+                part = connection.recv(HELLO.size - len(heard[connection]))
+                heard[connection] += part
+                if part and len(heard[connection]) < HELLO.size:
+                    continue
+                selector.unregister(connection)
+                hello = heard.pop(connection)
+                if part and HELLO.unpack(hello)[0] == token:
+                    links[HELLO.unpack(hello)[1]] = connection
+                else:
+                    connection.close()
+        for stranger in heard:
+            stranger.close()
+    listener.close()
+    return links
+
+
+if __name__ == "__main__":
+    serve(json.loads(sys.argv[1]))

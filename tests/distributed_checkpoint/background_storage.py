@@ -1,0 +1,49 @@
+"""Storage that waits or fails on purpose. Writer processes import this file, so it must not need a framework."""
+
+import errno
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from hyper_parallel.core.distributed_checkpoint.filesystem import FileSystemWriter
+
+
+class GatedWriter(FileSystemWriter):
+    """Writes no data file before the file ``gate`` exists; says that it waits by a file ``waiting-<pid>`` beside it."""
+
+    def __init__(self, gate: Path) -> None:
+        super().__init__()
+        self._gate = gate
+
+    def write_file(self, name: str, buffers: Sequence) -> None:
+        (self._gate.parent / f"waiting-{os.getpid()}").touch()
+        while not self._gate.exists():
+            time.sleep(0.005)
+        super().write_file(name, buffers)
+
+
+class FullDiskWriter(FileSystemWriter):
+    """Has no room for the data of one rank, or for the metadata."""
+
+    def __init__(self, rank: int | None) -> None:
+        super().__init__()
+        self._part = f"-r{rank:05d}-" if rank is not None else ".metadata"
+
+    def write_file(self, name: str, buffers: Sequence) -> None:
+        if self._part in name:
+            raise OSError(errno.ENOSPC, f"cannot write the checkpoint file '{name}': no space left")
+        super().write_file(name, buffers)
+
+
+class DyingWriter(FileSystemWriter):
+    """Ends its process, as the kernel does when memory runs out, when it is to write the data of one rank."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self._part = f"-r{rank:05d}-"
+
+    def write_file(self, name: str, buffers: Sequence) -> None:
+        super().write_file(name, buffers)
+        if self._part in name:
+            os.kill(os.getpid(), 9)
