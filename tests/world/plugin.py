@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -35,6 +37,23 @@ def pytest_configure(config: pytest.Config) -> None:
     if not FRAMEWORKS[name].is_installed:
         raise pytest.UsageError(f'--platform={name}: {name} is not installed; pip install "hyper-parallel[{name}]"')
     os.environ["HYPER_PARALLEL_PLATFORM"] = name
+
+
+_IMPORTS = {
+    "torch": re.compile(r"^\s*(import|from) (torch|hyper_parallel\.platform\.torch)\b", re.MULTILINE),
+    "mindspore": re.compile(r"^\s*(import|from) (mindspore|hyper_parallel\.platform\.mindspore)\b", re.MULTILINE),
+}
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A file that imports one framework by name is about that framework; the others run on both (tests/frameworks)."""
+    if not collection_path.name.startswith("test_") or collection_path.suffix != ".py":
+        return None
+    source = collection_path.read_text()
+    tested = config.getoption("--platform")
+    if collection_path.parent.name == "tests" and tested != "torch":
+        return True  # About the package, its commands and pages: once is enough.
+    return True if any(found.search(source) for name, found in _IMPORTS.items() if name != tested) else None
 
 
 def pytest_report_header(config: pytest.Config) -> str:

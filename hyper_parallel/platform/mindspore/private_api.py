@@ -13,8 +13,7 @@ from mindspore import Tensor
 from mindspore._c_expression import run_backward
 from mindspore.common import dtype as mstype
 from mindspore.common._grad_function import _Function
-from mindspore.common.api import _no_grad
-from mindspore.graph.api import _pynative_executor
+from mindspore.graph.api import _no_grad, _pynative_executor
 from mindspore.ops._utils.arg_handler import dtype_to_type_id
 
 __all__ = ["CHECKED_VERSION", "Function", "executor", "no_grad", "run_backward"]
