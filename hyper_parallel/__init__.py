@@ -54,6 +54,8 @@ _HOME_OF = {
     "register_op": f"{_SHARD}.own_ops",
     "strict": f"{_SHARD}.strict_mode",
     "manual_seed": f"{_DTENSOR}.random_state",
+    "FusedColwiseParallel": f"{_TENSOR_PARALLEL}.part_styles",
+    "HeadParallel": f"{_TENSOR_PARALLEL}.part_styles",
     "deferred_init": f"{_TENSOR_PARALLEL}.deferred",
     "materialize": f"{_TENSOR_PARALLEL}.deferred",
     "loss_parallel": f"{_TENSOR_PARALLEL}.loss",

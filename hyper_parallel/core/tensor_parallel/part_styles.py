@@ -1,0 +1,298 @@
+"""Styles for weights that consist of parts: heads that do not divide the ranks, and several projections in one weight.
+
+They compute on plain blocks: a rank's part of the output is not a block of the whole output in its order, so the output
+leaves as a plain tensor, for code that reads the number of heads, or the width of a part, from what it gets.
+
+Note [Parts as parameters]
+The rows of a fused weight that a rank needs lie apart. So each part becomes a parameter of its own, ``weight_q`` beside
+``weight_k``, cut like any other: a checkpoint of it is right under every layout, which it would not be if the rows of
+the whole were put in another order for a certain number of ranks.
+
+Note [Whole weights, own rows]
+Where heads do not divide the ranks, the weight is whole on every rank and a rank multiplies with the rows of its heads
+only; the gradient is the sum over the ranks. It costs memory for the weights of the heads that do not divide, as a rule
+those few of keys and values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+from hyper_parallel.core.dtensor.distributed_tensor import DTensor
+from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.dtensor.placement_types import Partial, Replicate, Shard
+from hyper_parallel.core.shard.vary import enter as enter_varying
+from hyper_parallel.core.tensor_parallel.boundary import Entry, Exit
+from hyper_parallel.core.tensor_parallel.head_share import HeadShare, rows_of
+from hyper_parallel.core.tensor_parallel.module_parameters import distribute_parameter
+from hyper_parallel.core.tensor_parallel.placements import Placements, check_placements, per_axis
+from hyper_parallel.core.tensor_parallel.plain_parameters import refuse_cut_uses
+from hyper_parallel.core.tensor_parallel.style import ColwiseParallel, RowwiseParallel
+from hyper_parallel.core.tensor_parallel.style_base import ParallelStyle, described
+from hyper_parallel.platform import get_platform
+
+_platform = get_platform()
+
+_ROLES = ("query", "key_value", "output")
+
+
+class HeadParallel(ParallelStyle):
+    """A projection of an attention, cut by heads, also when the heads do not divide the ranks.
+
+    ``role`` is ``"query"``, ``"key_value"`` or ``"output"``. Where heads divide the ranks the weight is cut, as by
+    :class:`ColwiseParallel` and :class:`RowwiseParallel`. Otherwise it is whole, and each rank uses the rows of its own
+    heads: query heads in blocks of ceil(num_heads / ranks), and for each the key and value head that it uses. Attention
+    between the projections runs on plain tensors and reads the number of heads from them.
+    forward: nothing for query, key and value, one all-reduce for the output; backward: one all-reduce of the gradient
+    of the input, and one for each weight that is whole.
+
+    >>> HeadParallel("key_value", num_heads=8, num_kv_heads=2)
+    HeadParallel('key_value', num_heads=8, num_kv_heads=2)
+    """
+
+    def __init__(
+        self,
+        role: str,
+        *,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        input_layouts: Placements | None = None,
+        output_layouts: Placements | None = None,
+        use_local_output: bool = True,
+    ) -> None:
+        if role not in _ROLES:
+            raise ValueError(f"HeadParallel: the role {role!r} is none of {', '.join(map(repr, _ROLES))}")
+        self.role = role
+        self.num_heads = num_heads
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.input_layouts = None if input_layouts is None else check_placements(input_layouts, "HeadParallel")
+        self.output_layouts = None if output_layouts is None else check_placements(output_layouts, "HeadParallel")
+        self.use_local_output = use_local_output
+        if role != "output" and not (use_local_output and output_layouts is None):
+            raise ValueError(
+                f"HeadParallel({role!r}): the output is a plain block of heads, without output_layouts or "
+                "use_local_output=False; use ColwiseParallel to keep it distributed"
+            )
+        HeadShare(self.num_heads, self.num_kv_heads, 1)
+
+    def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
+        where = f"{self!r} on {type(module).__name__}"
+        share = HeadShare(self.num_heads, self.num_kv_heads, device_mesh.size())
+        dims = _linear_dims(module, where)
+        num_heads = self.num_kv_heads if self.role == "key_value" else self.num_heads
+        num_rows = _platform.own_parameters(module)["weight"].shape[dims[1] if self.role == "output" else dims[0]]
+        if num_rows % num_heads:
+            raise ValueError(f"{where}: {num_rows} features cannot be divided over {num_heads} heads")
+        if (share.kv_divides and share.divides) if self.role == "key_value" else share.divides:
+            kind = RowwiseParallel if self.role == "output" else ColwiseParallel
+            style: ParallelStyle = kind(
+                input_layouts=self.input_layouts,
+                output_layouts=self.output_layouts,
+                use_local_output=self.use_local_output,
+            )
+            style.src_data_rank = self.src_data_rank
+            return style.apply(module, device_mesh)
+        whole = (Replicate(),) * device_mesh.ndim
+        for name in ("weight", "bias"):
+            distribute_parameter(module, name, device_mesh, whole, self.src_data_rank, where)
+        rank = _position(device_mesh)
+        heads = share.key_heads(rank) if self.role == "key_value" else share.query_heads(rank)
+        rows = _index(rows_of(heads, num_heads, num_rows, where), device_mesh)
+        linear = _linear_function(module, where)
+        if self.role == "output":
+            leave = Exit(
+                device_mesh, per_axis(self.output_layouts or Replicate(), device_mesh), self.use_local_output, where
+            )
+            forward: Any = _OutputOfHeads(device_mesh, linear, dims[1], rows, leave, where)
+        else:
+            enter = Entry(device_mesh, per_axis(self.input_layouts or Replicate(), device_mesh), whole, where)
+            forward = _RowsOfWhole(linear, dims[0], rows, enter)
+        _platform.replace_forward(module, forward)
+        return module
+
+    def __repr__(self) -> str:
+        return f"HeadParallel({self.role!r}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads})"
+
+
+class FusedColwiseParallel(ParallelStyle):
+    """A linear layer that computes several projections at once, each of them cut: fused q, k, v, or gate and up.
+
+    ``parts`` gives the names and widths of the projections in their order. Each part's rows become a parameter of their
+    own, ``weight_<name>`` and ``bias_<name>``. The output is plain: this rank's block of each part, side by side. With
+    ``num_heads`` (and ``num_kv_heads``) the first part is cut by query heads and the others by key heads, as by
+    :class:`HeadParallel`.
+    forward: nothing; backward: one all-reduce of the gradient of the input.
+
+    >>> FusedColwiseParallel({"gate": 8, "up": 8})
+    FusedColwiseParallel(parts={'gate': 8, 'up': 8})
+    """
+
+    def __init__(
+        self,
+        parts: Mapping[str, int],
+        *,
+        num_heads: int | None = None,
+        num_kv_heads: int | None = None,
+        input_layouts: Placements | None = None,
+    ) -> None:
+        if not parts or any(not name.isidentifier() or size < 0 for name, size in parts.items()):
+            raise ValueError(
+                f"FusedColwiseParallel: parts gives the width of each projection by name, as in "
+                f"{{'gate': 8, 'up': 8}}; got {dict(parts)!r}"
+            )
+        self.parts = dict(parts)
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        self.input_layouts = check_placements(
+            Replicate() if input_layouts is None else input_layouts, "FusedColwiseParallel"
+        )
+
+    def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
+        where = f"{self!r} on {type(module).__name__}"
+        dims = _linear_dims(module, where)
+        linear = _linear_function(module, where)
+        own = _platform.own_parameters(module)
+        if own["weight"].shape[dims[0]] != sum(self.parts.values()):
+            raise ValueError(
+                f"{where}: the parts have {sum(self.parts.values())} features together, but the layer gives "
+                f"{own['weight'].shape[dims[0]]}"
+            )
+        indices = self._split(module, device_mesh, dims[0], where)
+        whole = (Replicate(),) * device_mesh.ndim
+        enter = Entry(device_mesh, per_axis(self.input_layouts, device_mesh), whole, where)
+        _platform.replace_forward(module, _Parts(linear, dims[0], indices, "bias" in own, enter))
+        return module
+
+    def _split(self, module: Any, mesh: DeviceMesh, dim: int, where: str) -> dict[str, Any]:
+        """Replace weight and bias by the parts' own; name -> None, or the rows of a whole part that this rank uses."""
+        share = None
+        if self.num_heads is not None:
+            share = HeadShare(self.num_heads, self.num_kv_heads or self.num_heads, mesh.size())
+        indices: dict[str, Any] = {}
+        own = {name: one for name, one in _platform.own_parameters(module).items() if name in ("weight", "bias")}
+        start = 0
+        for place, (part, width) in enumerate(self.parts.items()):
+            indices[part] = self._rows(share, place == 0, width, mesh, where)
+            for name, parameter in own.items():
+                along = dim if name == "weight" else 0
+                box = tuple((start, width) if d == along else (0, size) for d, size in enumerate(parameter.shape))
+                piece = _platform.Parameter(
+                    _platform.slice_block(_platform.detached(parameter), box), requires_grad=parameter.requires_grad
+                )
+                _platform.install_parameter(module, f"{name}_{part}", piece)
+                cut = Shard(along) if indices[part] is None else Replicate()
+                distribute_parameter(module, f"{name}_{part}", mesh, (cut,) * mesh.ndim, self.src_data_rank, where)
+            start += width
+        for name in own:
+            _platform.install_parameter(module, name, None)
+        return indices
+
+    @staticmethod
+    def _rows(share: HeadShare | None, is_query: bool, width: int, mesh: DeviceMesh, where: str) -> Any:
+        if share is None or (share.divides and (is_query or share.kv_divides)):
+            return None
+        rank = _position(mesh)
+        heads = share.query_heads(rank) if is_query else share.key_heads(rank)
+        return _index(rows_of(heads, share.num_heads if is_query else share.num_kv_heads, width, where), mesh)
+
+    def __repr__(self) -> str:
+        arguments: dict[str, Any] = {"parts": self.parts}
+        if self.num_heads is not None:
+            arguments |= {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads or self.num_heads}
+        return described(self, **arguments)
+
+
+class _RowsOfWhole:
+    """forward of a linear layer of which a rank uses some rows."""
+
+    def __init__(self, linear: Any, dim: int, rows: Any, enter: Entry) -> None:
+        self.linear, self.dim, self.rows, self.enter = linear, dim, rows, enter
+
+    def __call__(self, module: Any, x: Any) -> Any:
+        weight = _own(module.weight, self.dim, self.rows)
+        bias = None if module.bias is None else _own(module.bias, 0, self.rows)
+        return self.linear(_varying(self.enter(x)), weight, bias)
+
+
+class _Parts:
+    """forward of a linear layer whose parts are parameters of their own."""
+
+    def __init__(self, linear: Any, dim: int, indices: dict[str, Any], has_bias: bool, enter: Entry) -> None:
+        self.linear, self.dim, self.indices, self.has_bias, self.enter = linear, dim, indices, has_bias, enter
+
+    def __call__(self, module: Any, x: Any) -> Any:
+        weights = [_own(getattr(module, f"weight_{part}"), self.dim, rows) for part, rows in self.indices.items()]
+        bias = None
+        if self.has_bias:
+            pieces = [_own(getattr(module, f"bias_{part}"), 0, rows) for part, rows in self.indices.items()]
+            bias = _platform.cat(pieces, 0)
+        return self.linear(_varying(self.enter(x)), _platform.cat(weights, self.dim), bias)
+
+
+class _OutputOfHeads:
+    """forward of the projection behind attention: each rank multiplies with the columns of its heads, then the sum."""
+
+    def __init__(self, mesh: DeviceMesh, linear: Any, dim: int, columns: Any, leave: Exit, where: str) -> None:
+        self.mesh, self.linear, self.leave, self.where = mesh, linear, leave, where
+        self.dim, self.columns = dim, columns
+        self._is_checked = False
+
+    def __call__(self, module: Any, x: Any) -> Any:
+        if isinstance(x, DTensor):
+            raise TypeError(
+                f"{self.where}: heads that do not divide the ranks come as plain blocks, got a distributed tensor "
+                f"under {x._layout}; let the projections before it be HeadParallel too"
+            )
+        if not self._is_checked and _platform.needs_grad(x):
+            refuse_cut_uses(x, Layout.from_placements(self.mesh, (Shard(-1),) * self.mesh.ndim, x.ndim), self.where)
+            self._is_checked = True
+        product = self.linear(x, _own(module.weight, self.dim, self.columns), None)
+        pending = (Partial(),) * self.mesh.ndim
+        out = self.leave.move(DTensor.from_local(product, self.mesh, pending, shape=tuple(product.shape)))
+        if module.bias is not None:
+            out = out + module.bias
+        return self.leave(out)
+
+
+def _own(parameter: Any, dim: int, rows: Any) -> Any:
+    """What this rank multiplies with: its block of a cut parameter, or ``rows`` of a whole one.
+
+    backward: nothing for a block; the sum over all ranks for rows of a whole parameter.
+    """
+    if rows is None:
+        return parameter.to_local()
+    pending = (Partial(),) * parameter.device_mesh.ndim
+    return parameter.to_local(grad_placements=pending).index_select(dim, rows)
+
+
+def _varying(x: Any) -> Any:
+    """The plain block of a whole input that each rank uses for something else; backward: one all-reduce."""
+    axes = tuple(axis for axis, size in enumerate(x.device_mesh.shape) if size > 1)
+    return _platform.local_alias(enter_varying(x, x._layout, axes))
+
+
+def _position(mesh: DeviceMesh) -> int:
+    """This rank's place among all ranks of the mesh; 0 outside of it."""
+    coordinate, position = mesh.get_coordinate(), 0
+    for place, size in zip(coordinate or (0,) * mesh.ndim, mesh.shape, strict=True):
+        position = position * size + place
+    return position
+
+
+def _index(rows: list[int], mesh: DeviceMesh) -> Any:
+    return _platform.index_tensor([rows], mesh.device_type).reshape(-1)
+
+
+def _linear_dims(module: Any, where: str) -> tuple[int, int]:
+    dims = _platform.linear_weight_dims(module)
+    if dims is None:
+        raise NotImplementedError(f"{where}: only linear layers have rows to share out")
+    return dims
+
+
+def _linear_function(module: Any, where: str) -> Any:
+    linear = _platform.linear_function(module)
+    if linear is None:
+        raise NotImplementedError(f"{where}: the layer computes in a way of its own; only plain ones are cut so")
+    return linear
