@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import doctest
 import importlib
+import inspect
 import json
 import math
 import pickle
@@ -250,9 +251,13 @@ def test_a_rank_outside_holds_nothing():
 # ---------------------------------------------------------------- examples in docstrings
 
 
+def _home(public):
+    return public.__name__ if inspect.ismodule(public) else public.__module__
+
+
 MODULES = {
     *(module.name for module in pkgutil.iter_modules(dtensor_package.__path__, f"{dtensor_package.__name__}.")),
-    *(getattr(hyper_parallel, name).__module__ for name in hyper_parallel.__all__ if name != "__version__"),
+    *(_home(getattr(hyper_parallel, name)) for name in hyper_parallel.__all__ if name != "__version__"),
     "hyper_parallel.core.utils",
 }
 
