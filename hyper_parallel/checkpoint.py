@@ -33,6 +33,7 @@ _HOME_OF = {
     "load_hugging_face": f"{_HERE}.hugging_face",
     "save_hugging_face": f"{_HERE}.hugging_face",
     "KeyMapping": f"{_HERE}.key_mapping",
+    "load_torch": f"{_HERE}.load_torch",
     "StandardSavePlanner": f"{_HERE}.standard_planner",
     "StandardLoadPlanner": f"{_HERE}.standard_planner",
     **dict.fromkeys(

@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from hyper_parallel import __version__
+from hyper_parallel.cli.ckpt import app as ckpt
 from hyper_parallel.cli.doctor import doctor
 
 app = typer.Typer(
@@ -15,6 +16,7 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
 )
 app.command("doctor")(doctor)
+app.add_typer(ckpt)
 
 
 def _print_version(wanted: bool) -> None:

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from hyper_parallel.core.distributed_checkpoint.hugging_face import assemble, fill_box
+from hyper_parallel.core.distributed_checkpoint.folder_files import assemble, fill_box
 from hyper_parallel.core.distributed_checkpoint.key_mapping import KeyMapping
 
 

@@ -348,6 +348,11 @@ def _pattern(name: str) -> tuple[re.Pattern[str], list[str]]:
     return re.compile(text + re.escape(name[end:])), tokens
 
 
+def name_pattern(pattern: str) -> re.Pattern[str]:
+    """A pattern of names with ``*`` for one part and ``**`` for any number of parts."""
+    return _pattern(pattern)[0]
+
+
 def _fill(name: str, wild: Sequence[str], index: int) -> str:
     remaining = iter(wild)
     return _TOKEN.sub(lambda match: str(index) if match[0] == "{n}" else next(remaining), name)
