@@ -13,13 +13,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError, CorruptCheckpointError, LostRankError
-from hyper_parallel.core.distributed_checkpoint.storage import CheckpointId
 from hyper_parallel.platform import get_platform
 
 COORDINATOR = 0
 
 
-class _Report(NamedTuple):
+class Report(NamedTuple):
     """How a rank fared: its value, or the text of its error."""
 
     value: Any
@@ -38,12 +37,15 @@ class Agreement(ABC):
         return self.rank == COORDINATOR
 
     @abstractmethod
-    def _gather(self, report: _Report) -> list[_Report] | None:
+    def _gather(self, report: Report) -> list[Report] | None:
         """All ranks' reports on the coordinator; a rank that cannot be heard counts as one that failed."""
 
     @abstractmethod
-    def _answer(self, verdicts: list[_Report] | None) -> _Report:
+    def _answer(self, verdicts: list[Report] | None) -> Report:
         """Send each rank the coordinator's verdict; this rank's own."""
+
+    def close(self) -> None:  # noqa: B027 - most have nothing to do
+        """Nothing more is to be agreed upon."""
 
     def round(
         self,
@@ -58,7 +60,7 @@ class Agreement(ABC):
         """
         own_error: Exception | None = None
         try:
-            report = _Report(work())
+            report = Report(work())
         except Exception as error:
             own_error = error
             report = _failure(error)
@@ -68,7 +70,7 @@ class Agreement(ABC):
             verdict, decide_error = self._judge(what, reports, decide)
             own_error = own_error or decide_error
             spread = one_each and verdict.error is None
-            verdicts = [_Report(v) for v in verdict.value] if spread else [verdict] * self.world_size
+            verdicts = [Report(v) for v in verdict.value] if spread else [verdict] * self.world_size
         verdict = self._answer(verdicts)
         if verdict.error is not None:
             if own_error is not None and self.world_size == 1:
@@ -78,12 +80,12 @@ class Agreement(ABC):
         return verdict.value
 
     def _judge(
-        self, what: str, reports: list[_Report], decide: Callable[[list[Any]], Any]
-    ) -> tuple[_Report, Exception | None]:
+        self, what: str, reports: list[Report], decide: Callable[[list[Any]], Any]
+    ) -> tuple[Report, Exception | None]:
         failed = {rank: report for rank, report in enumerate(reports) if report.error is not None}
         if not failed:
             try:
-                return _Report(decide([report.value for report in reports])), None
+                return Report(decide([report.value for report in reports])), None
             except Exception as error:
                 report = _failure(error)
                 return report._replace(error=f"{what} failed: {report.error}"), error
@@ -92,7 +94,7 @@ class Agreement(ABC):
             by_text.setdefault(report.error or "", []).append(rank)
         texts = [f"{_name_ranks(ranks, self.world_size)}: {text}" for text, ranks in by_text.items()]
         is_corruption = any(report.is_corruption for report in failed.values())
-        return _Report(None, f"{what} failed on {'; '.join(texts)}", is_corruption), None
+        return Report(None, f"{what} failed on {'; '.join(texts)}", is_corruption), None
 
 
 class AloneAgreement(Agreement):
@@ -101,10 +103,10 @@ class AloneAgreement(Agreement):
     rank = 0
     world_size = 1
 
-    def _gather(self, report: _Report) -> list[_Report]:
+    def _gather(self, report: Report) -> list[Report]:
         return [report]
 
-    def _answer(self, verdicts: list[_Report] | None) -> _Report:
+    def _answer(self, verdicts: list[Report] | None) -> Report:
         assert verdicts is not None
         return verdicts[0]
 
@@ -120,7 +122,7 @@ class GroupAgreement(Agreement):
         self.world_size = len(self._ranks)
         self._dead: set[int] = set()
 
-    def _gather(self, report: _Report) -> list[_Report] | None:
+    def _gather(self, report: Report) -> list[Report] | None:
         if not self.is_coordinator:
             self._send(report, COORDINATOR)
             return None
@@ -130,10 +132,10 @@ class GroupAgreement(Agreement):
                 reports.append(self._receive(rank))
             except RuntimeError as error:
                 self._dead.add(rank)
-                reports.append(_Report(None, f"it is gone ({_first_line(error)})"))
+                reports.append(Report(None, f"it is gone ({_first_line(error)})"))
         return reports
 
-    def _answer(self, verdicts: list[_Report] | None) -> _Report:
+    def _answer(self, verdicts: list[Report] | None) -> Report:
         if verdicts is None:
             return self._receive(COORDINATOR)
         for rank in range(1, self.world_size):
@@ -144,13 +146,13 @@ class GroupAgreement(Agreement):
                     self._dead.add(rank)
         return verdicts[0]
 
-    def _send(self, report: _Report, rank: int) -> None:
+    def _send(self, report: Report, rank: int) -> None:
         try:
             self._platform.send_object_list([report], self._ranks[rank], self._group)
         except RuntimeError as error:
             raise self._loss(rank, error) from error
 
-    def _receive(self, rank: int) -> _Report:
+    def _receive(self, rank: int) -> Report:
         box: list[Any] = [None]
         try:
             self._platform.recv_object_list(box, self._ranks[rank], self._group)
@@ -162,15 +164,8 @@ class GroupAgreement(Agreement):
         return LostRankError(f"rank {self.rank} lost rank {rank} while saving or loading: {_first_line(error)}")
 
 
-def make_agreement(no_dist: bool, use_collectives: bool, checkpoint_id: CheckpointId, what: str) -> Agreement:
-    """All ranks of the world, or this process alone (``no_dist``, or there is no other)."""
-    if no_dist or get_platform().get_world_size() == 1:
-        return AloneAgreement()
-    return GroupAgreement()
-
-
-def _failure(error: Exception) -> _Report:
-    return _Report(None, f"{type(error).__name__}: {error}", isinstance(error, CorruptCheckpointError))
+def _failure(error: Exception) -> Report:
+    return Report(None, f"{type(error).__name__}: {error}", isinstance(error, CorruptCheckpointError))
 
 
 def _first_line(error: Exception) -> str:

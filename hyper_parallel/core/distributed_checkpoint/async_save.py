@@ -11,10 +11,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from hyper_parallel.core.distributed_checkpoint.agreement import Agreement, make_agreement
+from hyper_parallel.core.distributed_checkpoint.agreement import Agreement
 from hyper_parallel.core.distributed_checkpoint.background import WriterProcess
 from hyper_parallel.core.distributed_checkpoint.chunks import plan_chunks
 from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError, CorruptCheckpointError, LostRankError
+from hyper_parallel.core.distributed_checkpoint.file_agreement import make_agreement
 from hyper_parallel.core.distributed_checkpoint.index_file import CheckpointIndex, decode_index
 from hyper_parallel.core.distributed_checkpoint.make_index import index_by_arithmetic, index_of_plans
 from hyper_parallel.core.distributed_checkpoint.metadata import Metadata
@@ -59,13 +60,16 @@ def async_save(
     if if_busy not in ("wait", "refuse"):
         raise ValueError(f"if_busy is 'wait' or 'refuse', got {if_busy!r}")
     agreement = make_agreement(no_dist, use_collectives, checkpoint_id, "save")
-    real_writer = _packed_writer(storage_writer, checkpoint_id)
-    background = _Background.of(agreement)
-    background.make_ready(agreement, if_busy)
-    prepared = prepare_save(state_dict, checkpoint_id, _NoWriter(), planner, agreement)
-    handle = AsyncSave(background, prepared, checkpoint_id)
-    background.start(handle, prepared, real_writer)
-    return handle
+    try:
+        real_writer = _packed_writer(storage_writer, checkpoint_id)
+        background = _Background.of(agreement)
+        background.make_ready(agreement, if_busy)
+        prepared = prepare_save(state_dict, checkpoint_id, _NoWriter(), planner, agreement)
+        handle = AsyncSave(background, prepared, checkpoint_id)
+        background.start(handle, prepared, real_writer)
+        return handle
+    finally:
+        agreement.close()
 
 
 class AsyncSave:

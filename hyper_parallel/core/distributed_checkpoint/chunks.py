@@ -148,6 +148,16 @@ def cells_of_rank(spec: TensorSpec, element_size: int, world_size: int, rank: in
     return _cells_of_layouts_on_rank(spec.layouts, spec.shape, element_size, rank)
 
 
+def holders_of(spec: TensorSpec, rank: int, world_size: int) -> Ranks:
+    """The ranks that hold the same block as ``rank``, itself included."""
+    if not spec.layouts:
+        return tuple(range(world_size)) if spec.holders is None else spec.holders
+    for layout in spec.layouts:
+        if rank in layout.mesh.rank_list:
+            return _holders(spec.layouts, layout.mesh.coordinate_of(rank))
+    return (rank,)
+
+
 @functools.lru_cache(maxsize=4096)
 def _cells_of_plain(shape: Shape, holders: Ranks, element_size: int) -> tuple[Cell, ...]:
     if 0 in shape:

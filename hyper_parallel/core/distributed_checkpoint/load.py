@@ -10,12 +10,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hyper_parallel.core.distributed_checkpoint.agreement import Agreement, make_agreement
+from hyper_parallel.core.distributed_checkpoint.agreement import Agreement, GroupAgreement
 from hyper_parallel.core.distributed_checkpoint.checksum import crc32c, share_of_box, share_of_whole
 from hyper_parallel.core.distributed_checkpoint.chunks import slices
 from hyper_parallel.core.distributed_checkpoint.errors import CorruptCheckpointError
+from hyper_parallel.core.distributed_checkpoint.exchange import ReplicaExchange
+from hyper_parallel.core.distributed_checkpoint.file_agreement import make_agreement
 from hyper_parallel.core.distributed_checkpoint.flatten import is_stateful
 from hyper_parallel.core.distributed_checkpoint.index_file import StoredTensor
+from hyper_parallel.core.distributed_checkpoint.merge_specs import fingerprint, merge_specs
 from hyper_parallel.core.distributed_checkpoint.metadata import dtype_size
 from hyper_parallel.core.distributed_checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from hyper_parallel.core.distributed_checkpoint.standard_planner import StandardLoadPlanner
@@ -50,7 +53,9 @@ def load(
     try:
         if stateful:
             state = {**state_dict, **{key: value.state_dict() for key, value in stateful.items()}}
-        if planner.needs_global_plan:
+        if loading.trades:
+            loading.plan_and_trade(state)
+        elif planner.needs_global_plan:
             plan = agreement.round(
                 "loading (planning)", lambda: loading.plan(state), planner.build_global_plan, one_each=True
             )
@@ -59,6 +64,7 @@ def load(
             agreement.round("loading", lambda: loading.read(loading.plan(state)), loading.verify)
     finally:
         reader.close()
+        agreement.close()
     for key, value in stateful.items():
         value.load_state_dict(state[key])
     for key, value in state.items():
@@ -103,8 +109,10 @@ class _Loading:
         )
         return self._planner.build_local_plan()
 
-    def read(self, plan: LoadPlan) -> _ReadReport:
-        plan = self._planner.finalize_plan(plan)
+    def read(self, plan: LoadPlan, places: dict[int, Any] | None = None) -> _ReadReport:
+        """Read the items of a plan; with ``places`` only into these, to be applied later."""
+        if places is None:
+            plan = self._planner.finalize_plan(plan)
         index = self._files.index
         for number in range(self._agreement.rank, len(index.files), self._agreement.world_size):
             self._files.check_header(number)
@@ -113,16 +121,24 @@ class _Loading:
         for item in plan.items:
             if item.type is LoadItemType.BYTE_IO:
                 self._planner.apply_bytes(item, self._files.object_bytes(item.storage_index.fqn))
-            else:
-                self._read_box(item, numbers, shares)
+                continue
+            if places is not None:
+                self._read_box(item, places[id(item)], numbers, shares)
+                continue
+            place = self._planner.acquire_tensor(item)
+            target = place if isinstance(place, np.ndarray) else get_platform().raw_array(place)
+            self._read_box(item, target, numbers, shares)
+            if place is not target:
+                get_platform().set_raw(place, target)
+            self._planner.apply_tensor(item, place)
         return _ReadReport(index.crc32c, shares)
 
-    def _read_box(self, item: ReadItem, numbers: dict[str, int], shares: list[Share]) -> None:
+    def _read_box(
+        self, item: ReadItem, target: np.ndarray[Any, Any], numbers: dict[str, int], shares: list[Share]
+    ) -> None:
         key = item.storage_index.fqn
         tensor = self._files.index.tensors[key]
         number = _chunk_number(tensor, item)
-        place = self._planner.acquire_tensor(item)
-        target = place if isinstance(place, np.ndarray) else get_platform().raw_array(place)
         values = self._files.chunk(tensor, number)
         if item.lengths == values.shape:
             self._files.compare(key, number, crc32c(values.reshape(-1).view(np.uint8)), tensor.crc32c[number])
@@ -132,9 +148,48 @@ class _Loading:
             share = share_of_box(target, item.storage_offsets, values.shape)
             shares.append(Share(numbers[key], number, item.storage_offsets, item.lengths, share))
         self._reader.bytes_read += target.nbytes
-        if place is not target:
-            get_platform().set_raw(place, target)
-        self._planner.apply_tensor(item, place)
+
+    # ---------------------------------------------------------------- replicas that are read once
+
+    @property
+    def trades(self) -> bool:
+        """Whether ranks get replicas from each other."""
+        return (
+            self._reader.reads_are_dear
+            and isinstance(self._agreement, GroupAgreement)
+            and isinstance(self._planner, StandardLoadPlanner)
+        )
+
+    def plan_and_trade(self, state_dict: dict[str, Any]) -> None:
+        """Load with every byte read by one rank only; see ``exchange.py``."""
+        planner, agreement = self._planner, self._agreement
+        assert isinstance(planner, StandardLoadPlanner)
+        plans: list[LoadPlan] = []
+
+        def look() -> bytes:
+            plans.append(self.plan(state_dict))
+            return fingerprint(planner.specs)
+
+        is_uniform = agreement.round("loading (planning)", look, lambda values: len(set(values)) == 1)
+        specs = planner.specs if is_uniform else agreement.round("loading", lambda: planner.specs, merge_specs)
+        items = planner.finalize_plan(plans[0]).items
+        exchange = ReplicaExchange(items, dict(specs), agreement.rank, agreement.world_size)
+        boxes = [item for item in items if item.type is not LoadItemType.BYTE_IO]
+        places: dict[int, Any] = {}
+
+        def read_own() -> _ReadReport:
+            places.update({id(item): planner.acquire_tensor(item) for item in boxes})
+            mine = [item for item in items if exchange.reader_of(item) == agreement.rank]
+            return self.read(LoadPlan(mine), places)
+
+        agreement.round("loading", read_own, self.verify)
+
+        def trade() -> None:
+            exchange.trade(places)
+            for item in boxes:
+                planner.apply_tensor(item, places[id(item)])
+
+        agreement.round("loading (trading replicas)", trade)
 
     # ---------------------------------------------------------------- on the coordinator
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 from hyper_parallel.core.distributed_checkpoint.chunks import ObjectSpec, Spec, Specs, TensorSpec
@@ -48,6 +49,20 @@ def _merged(key: str, specs: dict[int, Spec], num_ranks: int) -> Spec:
         absent = sorted(set(first.layouts[0].mesh.rank_list) - set(specs))
         raise ValueError(f"'{key}' lies on {first.layouts[0]}, but it is missing on ranks {absent} of that mesh")
     return first._replace(layouts=tuple(layouts))
+
+
+def fingerprint(specs: Specs) -> bytes:
+    """Equal on all ranks that hold the same names, shapes, dtypes and layouts."""
+    texts: dict[Any, str] = {}
+    digest = hashlib.blake2b(digest_size=16)
+    for key in sorted(specs):
+        spec = specs[key]
+        layouts = getattr(spec, "layouts", ())
+        if layouts not in texts:
+            texts[layouts] = repr([layout.to_dict() for layout in layouts])
+        described = (key, *spec[:2], texts[layouts]) if layouts or len(spec) > 1 else (key,)
+        digest.update(repr(described).encode())
+    return digest.digest()
 
 
 def alone(specs: Specs, rank: int) -> dict[str, Spec]:

@@ -4,20 +4,20 @@ together differently; :func:`save` runs them in a row.
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from hyper_parallel.core.distributed_checkpoint.agreement import Agreement, make_agreement
+from hyper_parallel.core.distributed_checkpoint.agreement import Agreement
 from hyper_parallel.core.distributed_checkpoint.chunks import Specs
 from hyper_parallel.core.distributed_checkpoint.errors import LostRankError
+from hyper_parallel.core.distributed_checkpoint.file_agreement import make_agreement
 from hyper_parallel.core.distributed_checkpoint.file_names import new_save_name
 from hyper_parallel.core.distributed_checkpoint.flatten import is_stateful
 from hyper_parallel.core.distributed_checkpoint.index_file import encode_index
 from hyper_parallel.core.distributed_checkpoint.make_index import index_by_arithmetic, index_of_plans
-from hyper_parallel.core.distributed_checkpoint.merge_specs import alone, merge_specs
+from hyper_parallel.core.distributed_checkpoint.merge_specs import alone, fingerprint, merge_specs
 from hyper_parallel.core.distributed_checkpoint.metadata import Metadata
 from hyper_parallel.core.distributed_checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from hyper_parallel.core.distributed_checkpoint.shard_file import RankReport, StagedItem, as_buffer, write_shards
@@ -43,11 +43,14 @@ def save(
 
     When it returns the checkpoint is there, whole and on disk; if it raises, on any rank, it raises on all, and a
     previous checkpoint of that name is untouched. ``no_dist`` saves what this process holds, alone. With
-    ``use_collectives=False`` the ranks agree through files in the checkpoint's directory instead of the process group.
+    ``use_collectives=False`` the ranks agree through files beside the checkpoint instead of the process group.
     """
     agreement = make_agreement(no_dist, use_collectives, checkpoint_id, "save")
-    prepared = prepare_save(state_dict, checkpoint_id, storage_writer, planner, agreement)
-    return write_and_commit(prepared, lambda: stage(prepared))
+    try:
+        prepared = prepare_save(state_dict, checkpoint_id, storage_writer, planner, agreement)
+        return write_and_commit(prepared, lambda: stage(prepared))
+    finally:
+        agreement.close()
 
 
 @dataclass
@@ -177,17 +180,3 @@ def finish_save(prepared: PreparedSave, write: Any) -> Metadata:
     if prepared.specs is None:
         return Metadata(world_size=prepared.agreement.world_size)
     return index_by_arithmetic(prepared.specs, None, prepared.agreement.world_size).metadata()
-
-
-def fingerprint(specs: Specs) -> bytes:
-    """Equal on all ranks that hold the same names, shapes, dtypes and layouts."""
-    texts: dict[Any, str] = {}
-    digest = hashlib.blake2b(digest_size=16)
-    for key in sorted(specs):
-        spec = specs[key]
-        layouts = getattr(spec, "layouts", ())
-        if layouts not in texts:
-            texts[layouts] = repr([layout.to_dict() for layout in layouts])
-        described = (key, *spec[:2], texts[layouts]) if layouts or len(spec) > 1 else (key,)
-        digest.update(repr(described).encode())
-    return digest.digest()

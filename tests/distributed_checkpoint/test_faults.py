@@ -1,0 +1,449 @@
+"""Kills, full disks and damaged files: a clear error, the last good checkpoint intact, and never a hang."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import random
+import resource
+import select
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+
+from hyper_parallel import Shard, checkpoint, distribute_tensor, init_device_mesh
+from hyper_parallel.core.distributed_checkpoint.checksum import crc32c
+from hyper_parallel.core.distributed_checkpoint.index_file import VERSION
+from hyper_parallel.platform import get_platform
+from tests.world import RanksFailed, run_on_ranks
+
+_PACKAGE = os.path.dirname(sys.modules[checkpoint.save.__module__].__file__)
+_CLONE_NEWNS, _CLONE_NEWUSER = 0x00020000, 0x10000000
+
+
+def state_of(version, size=1000):
+    """A state whose every value tells its version."""
+    return {
+        "weights": {f"w{i}": torch.full((size + i,), float(version * 10 + i)) for i in range(4)},
+        "step": version,
+    }
+
+
+def version_of(path):
+    """The version of a checkpoint, after it was seen to be whole."""
+    assert checkpoint.verify(path) == []
+    state = state_of(0)
+    checkpoint.load(state, checkpoint_id=path)
+    for name, tensor in state["weights"].items():
+        assert torch.equal(tensor, state_of(state["step"])["weights"][name])
+    return state["step"]
+
+
+def stray_files(directory):
+    """Files of checkpoints that no metadata names."""
+    return [
+        path
+        for path in Path(directory).rglob("*")
+        if path.is_file() and path.name != "metadata.json" and path.name not in _named(path.parent)
+    ]
+
+
+def _named(directory):
+    with contextlib.suppress(FileNotFoundError):
+        return (directory / "metadata.json").read_text()
+    return ""
+
+
+# ---------------------------------------------------------------- kills
+
+
+def start_child(function, *args):
+    """Run a function in a forked process; gives its pid once it has started."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            os.write(writing, b".")
+            function(*args)
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    os.close(writing)
+    select.select([reading], [], [])
+    os.close(reading)
+    return pid
+
+
+def end_of(pid):
+    """How a child ended: its exit code, or minus the signal."""
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def save_version(directory, name, version):
+    checkpoint.save(state_of(version), checkpoint_id=f"{directory}/{name}", no_dist=True)
+
+
+def save_and_die_at(directory, name, version, moment, counted=None):
+    """Save, and be killed before line number ``moment`` of the package; without one, count the lines."""
+    lines = 0
+
+    def trace(frame, event, argument):
+        nonlocal lines
+        if not frame.f_code.co_filename.startswith(_PACKAGE):
+            return None
+        if event == "line":
+            lines += 1
+            if lines == moment:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return trace
+
+    sys.settrace(trace)
+    save_version(directory, name, version)
+    sys.settrace(None)
+    if counted is not None:
+        Path(counted).write_text(str(lines))
+
+
+def kill_many(directory):
+    """50 kills, half of them between two lines of the program and half at any time; one into an old name or a new."""
+    root = Path(directory)
+    save_version(directory, "step-1", 1)
+    assert end_of(start_child(save_and_die_at, directory, "step-0", 0, None, f"{directory}/lines")) == 0
+    num_lines = int((root / "lines").read_text())
+    (root / "lines").unlink()
+    start = time.monotonic()
+    assert end_of(start_child(save_version, directory, "step-0", 0)) == 0
+    duration = time.monotonic() - start
+    pick = random.Random(7)
+    moments = [pick.randint(1, num_lines) for _ in range(15)] + [num_lines - pick.randint(0, 120) for _ in range(10)]
+    outcomes = []
+    known = 1
+    for number in range(50):
+        version = number + 2
+        name = "step-1" if number % 2 else "step-2"
+        (root / "step-2" / "metadata.json").unlink(missing_ok=True)
+        if number < len(moments):
+            pid = start_child(save_and_die_at, directory, name, version, moments[number])
+        else:
+            pid = start_child(save_version, directory, name, version)
+            time.sleep(pick.random() * duration)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        ended = end_of(pid)
+        assert ended in (0, -signal.SIGKILL)
+        found = version_of(root / "step-1")
+        if name == "step-1":
+            assert found in (known, version)
+            outcomes.append(found == version)
+            known = found
+        else:
+            assert found == known
+            committed = (root / "step-2" / "metadata.json").exists()
+            assert not committed or version_of(root / "step-2") == version
+            assert checkpoint.latest(directory) == root / ("step-2" if committed else "step-1")
+            outcomes.append(committed)
+        if ended == 0:
+            assert outcomes[-1]
+    (root / "step-2" / "metadata.json").unlink(missing_ok=True)
+    save_version(directory, "step-3", 99)
+    assert stray_files(directory) == []
+    assert version_of(root / "step-3") == 99
+    return outcomes
+
+
+def test_fifty_kills_leave_the_old_checkpoint_or_the_new_one(worlds, tmp_path):
+    (outcomes,) = worlds(1, timeout=300).run(kill_many, str(tmp_path))
+    assert len(outcomes) == 50
+    assert not all(outcomes[:25])
+    assert any(outcomes[:25])
+
+
+class DyingWriter(checkpoint.FileSystemWriter):
+    """Kills its own process before or after one of its steps, on one rank."""
+
+    def __init__(self, rank, step, after=False):
+        super().__init__()
+        self._dies = get_platform().get_rank() == rank
+        self._step, self._after = step, after
+
+    def _do(self, step, *args):
+        if self._dies and step == self._step and not self._after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        getattr(super(), step)(*args)
+        if self._dies and step == self._step and self._after:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def open(self, checkpoint_id):
+        self._do("open", checkpoint_id)
+
+    def write_file(self, name, buffers):
+        self._do("write_file", name, buffers)
+
+    def commit(self, metadata, files):
+        self._do("commit", metadata, files)
+
+
+def cut_state(value, dim=0):
+    mesh = init_device_mesh("cpu", (get_platform().get_world_size(),))
+    whole = torch.arange(30.0).reshape(6, 5) + value
+    return {"w": distribute_tensor(whole, mesh, [Shard(dim)]), "b": torch.full((3,), float(value)), "step": value}
+
+
+def load_cut(path):
+    state = cut_state(0, dim=1)
+    checkpoint.load(state, checkpoint_id=path)
+    assert torch.equal(state["w"].full_tensor(), torch.arange(30.0).reshape(6, 5) + state["step"])
+    assert torch.equal(state["b"], torch.full((3,), float(state["step"])))
+    return state["step"]
+
+
+def save_and_lose_a_rank(path, rank, step, after):
+    """What this rank saw goes to a file: the call as a whole fails, since one rank died."""
+    try:
+        checkpoint.save(cut_state(2), checkpoint_id=path, storage_writer=DyingWriter(rank, step, after))
+        seen = "saved"
+    except checkpoint.CheckpointError as error:
+        seen = f"{type(error).__name__}: {error}"
+    Path(f"{path}.rank{get_platform().get_rank()}").write_text(seen)
+
+
+@pytest.mark.parametrize(
+    ("rank", "step", "after", "is_committed"),
+    [
+        (1, "open", False, False),
+        (2, "write_file", False, False),
+        (1, "write_file", True, False),
+        (0, "write_file", True, False),
+        (0, "commit", False, False),
+        (0, "commit", True, True),
+    ],
+)
+def test_a_rank_that_dies_hangs_nobody(worlds, tmp_path, monkeypatch, rank, step, after, is_committed):
+    monkeypatch.setattr("tests.world.world.GRACE", 100.0)  # On a busy machine the survivors need their time.
+    path = str(tmp_path / "step-1")
+    worlds(3, timeout=150).run(save_once, path)
+    with pytest.raises(RanksFailed, match="SIGKILL"):
+        worlds(3, timeout=150).run(save_and_lose_a_rank, path, rank, step, after)
+    survivors = [other for other in range(3) if other != rank]
+    for survivor in survivors:
+        seen = Path(f"{path}.rank{survivor}").read_text()
+        assert "Error" in seen, seen
+        assert f"rank {rank}" in seen, seen
+    assert worlds(3, timeout=150).run(load_cut, path) == [2 if is_committed else 1] * 3
+    worlds(3, timeout=150).run(save_once, path)
+    assert [path for path in stray_files(tmp_path) if ".rank" not in path.name] == []
+
+
+def save_once(path):
+    checkpoint.save(cut_state(1), checkpoint_id=path)
+
+
+# ---------------------------------------------------------------- failing ranks, full disks
+
+
+class FailingWriter(checkpoint.FileSystemWriter):
+    def write_file(self, name, buffers):
+        if get_platform().get_rank() == 1 and name.endswith(".safetensors"):
+            super().write_file(name, buffers)
+            raise OSError(28, "cannot write the checkpoint file: No space left on device")
+        super().write_file(name, buffers)
+
+
+class FailingCommit(checkpoint.FileSystemWriter):
+    def commit(self, metadata, files):
+        raise OSError(28, "No space left on device")
+
+
+@run_on_ranks(3)
+def test_a_rank_that_fails_fails_all(tmp_path):
+    path = tmp_path / "step-1"
+    save_once(path)
+    with pytest.raises(checkpoint.CheckpointError, match=r"failed on rank 1: OSError: .*No space left"):
+        checkpoint.save(cut_state(2), checkpoint_id=path, storage_writer=FailingWriter())
+    with pytest.raises(checkpoint.CheckpointError, match=r"saving failed: OSError: .*No space left"):
+        checkpoint.save(cut_state(2), checkpoint_id=path, storage_writer=FailingCommit())
+    get_platform().barrier()
+    assert stray_files(tmp_path) == []
+    assert load_cut(path) == 1
+    with pytest.raises(checkpoint.CheckpointError, match=r"failed on rank 1: OSError"):
+        checkpoint.save(cut_state(2), checkpoint_id=tmp_path / "step-2", storage_writer=FailingWriter())
+    get_platform().barrier()
+    assert not (tmp_path / "step-2").exists()
+    unsuitable = cut_state(3) | ({"bad": object()} if get_platform().get_rank() == 2 else {})
+    with pytest.raises(checkpoint.CheckpointError, match=r"rank 2: TypeError: 'bad' holds a builtins.object"):
+        checkpoint.save(unsuitable, checkpoint_id=path)
+    assert load_cut(path) == 1
+
+
+def mount_small_disk(directory):
+    """Put a tmpfs of half a mebibyte there, seen by this process only, if the machine lets us."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    user, group = os.getuid(), os.getgid()
+    if libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNS) != 0:
+        return False
+    try:
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"0 {user} 1")
+        Path("/proc/self/gid_map").write_text(f"0 {group} 1")
+    except OSError:
+        return False
+    return libc.mount(b"tmpfs", directory.encode(), b"tmpfs", 0, b"size=512k") == 0
+
+
+def save_on_a_full_disk(directory):
+    """Save small, then more than fits; a private tmpfs where one may be mounted, else a limit on the size of files."""
+    if not mount_small_disk(directory):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (256 << 10, 256 << 10))
+    path = Path(directory) / "step-1"
+    save_version(directory, "step-1", 1)
+    for name in ("step-1", "step-2"):
+        with pytest.raises(OSError, match=r"cannot write the checkpoint file '.*step-\d/.*': (No space left|File too)"):
+            checkpoint.save(state_of(2, size=1 << 20), checkpoint_id=f"{directory}/{name}", no_dist=True)
+    assert version_of(path) == 1
+    assert os.listdir(directory) == ["step-1"]
+    assert stray_files(directory) == []
+    save_version(directory, "step-1", 3)
+    assert version_of(path) == 3
+
+
+def tell_outcome(function, outcome, *args):
+    """Write to the file ``outcome`` what went wrong, if anything did."""
+    with open(outcome, "w") as file:
+        try:
+            function(*args)
+        except BaseException:
+            traceback.print_exc(file=file)
+            raise
+
+
+def fill_disk(directory, outcome):
+    code = end_of(start_child(tell_outcome, save_on_a_full_disk, outcome, directory))
+    return code, Path(outcome).read_text()
+
+
+def test_a_full_disk_leaves_the_old_checkpoint(worlds, tmp_path):
+    (tmp_path / "disk").mkdir()
+    ((code, outcome),) = worlds(1, timeout=120).run(fill_disk, str(tmp_path / "disk"), str(tmp_path / "outcome"))
+    assert code == 0, outcome
+
+
+# ---------------------------------------------------------------- damage
+
+
+def flip(path, place, mask=0x40):
+    data = bytearray(path.read_bytes())
+    data[place] ^= mask
+    path.write_bytes(data)
+
+
+def test_a_flipped_byte_anywhere_is_found(tmp_path):
+    root = tmp_path / "step-1"
+    state = {"w": torch.arange(20.0), "h": torch.arange(5).bfloat16(), "note": {"a": [1, 2.5, b"xyz"]}}
+    writer = checkpoint.FileSystemWriter(max_shard_bytes=90)
+    checkpoint.save(state, checkpoint_id=root, storage_writer=writer)
+    files = sorted(root.iterdir())
+    assert len(files) == 3
+    pick = random.Random(3)
+    num_flips = 0
+    for path in files:
+        size = path.stat().st_size
+        for place in range(size):
+            mask = 1 << pick.randrange(8)
+            flip(path, place, mask)
+            target = {"w": torch.zeros(20), "h": torch.zeros(5).bfloat16(), "note": None}
+            with pytest.raises(checkpoint.CorruptCheckpointError, match=path.name):
+                checkpoint.load(target, checkpoint_id=root)
+            if place % 7 == 0:
+                (problem, *_) = checkpoint.verify(root)
+                assert path.name in problem
+            flip(path, place, mask)
+            num_flips += 1
+    assert num_flips == sum(path.stat().st_size for path in files)
+    checkpoint.load(target, checkpoint_id=root)
+
+
+@run_on_ranks(2)
+def test_a_flipped_byte_is_found_when_no_rank_reads_the_whole_chunk(tmp_path):
+    path = tmp_path / "step-1"
+    save_once(path)
+    rank = get_platform().get_rank()
+    for file in sorted(path.glob("*.safetensors")):
+        size = file.stat().st_size
+        start = 8 + int.from_bytes(file.read_bytes()[:8], "little")
+        get_platform().barrier()
+        for place in {*range(start, size, 3), 0, 9, start - 1, size - 1}:
+            if rank == 0:
+                flip(file, place)
+            get_platform().barrier()
+            with pytest.raises(checkpoint.CorruptCheckpointError, match=f"{file.name}' is damaged"):
+                load_cut(path)
+            get_platform().barrier()
+            if rank == 0:
+                flip(file, place)
+    get_platform().barrier()
+    assert load_cut(path) == 1
+
+
+def test_one_process_that_wants_a_part_checks_the_whole_chunk(tmp_path):
+    mesh = init_device_mesh("cpu", (2,), rank_list=[0, 1], init_backend=False)
+    checkpoint.save({"w": torch.arange(8.0)}, checkpoint_id=tmp_path / "a")
+    target = {"w": distribute_tensor(torch.zeros(8), mesh, [Shard(0)])}
+    checkpoint.load(target, checkpoint_id=tmp_path / "a", no_dist=True)
+    assert torch.equal(target["w"].to_local(), torch.arange(4.0))
+    (file,) = (tmp_path / "a").glob("*.safetensors")
+    flip(file, file.stat().st_size - 1)
+    with pytest.raises(checkpoint.CorruptCheckpointError, match="'w' at"):
+        checkpoint.load(target, checkpoint_id=tmp_path / "a", no_dist=True)
+
+
+def test_truncated_missing_and_foreign_files(tmp_path):
+    root = tmp_path / "step-1"
+    save_version(tmp_path, "step-0", 0)
+    save_version(tmp_path, "step-1", 1)
+    (data,) = root.glob("*.safetensors")
+    metadata = root / "metadata.json"
+    target = state_of(0)
+
+    content = data.read_bytes()
+    for size in (len(content) - 1, 100, 0):
+        data.write_bytes(content[:size])
+        with pytest.raises(checkpoint.CorruptCheckpointError, match=rf"{data.name}' has {size} bytes where \d+ were"):
+            checkpoint.load(target, checkpoint_id=root)
+        assert data.name in checkpoint.verify(root)[0]
+    data.unlink()
+    with pytest.raises(checkpoint.CorruptCheckpointError, match=f"{data.name}' is missing"):
+        checkpoint.load(target, checkpoint_id=root)
+    assert "is missing" in checkpoint.verify(root)[0]
+    data.write_bytes(content + b"\0")
+    with pytest.raises(checkpoint.CorruptCheckpointError, match="cut short or changed"):
+        checkpoint.load(target, checkpoint_id=root)
+    data.write_bytes(content)
+
+    text = metadata.read_bytes()
+    for size in (len(text) - 1, 30, 0):
+        metadata.write_bytes(text[:size])
+        with pytest.raises(checkpoint.CorruptCheckpointError, match=r"metadata.json' .* or it is damaged"):
+            checkpoint.load(target, checkpoint_id=root)
+    newer = text.replace(b'"version":%d' % VERSION, b'"version":%d' % (VERSION + 1))
+    metadata.write_bytes(newer)
+    with pytest.raises(checkpoint.CorruptCheckpointError, match=r"is of version 2 .* update hyper-parallel"):
+        checkpoint.load(target, checkpoint_id=root)
+    assert "update hyper-parallel" in checkpoint.verify(root)[0]
+    body = text.partition(b'"body":')[2][:-2].replace(b'"world_size":1', b'"world_size":2')
+    metadata.write_bytes(text.partition(b'"body":')[0] + b'"body":' + body + b"}\n")
+    with pytest.raises(checkpoint.CorruptCheckpointError, match=f"checksum is {crc32c(body):08x} where"):
+        checkpoint.load(target, checkpoint_id=root)
+    metadata.unlink()
+    with pytest.raises(FileNotFoundError, match="there is no checkpoint at"):
+        checkpoint.load(target, checkpoint_id=root)
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-0"
+    assert version_of(tmp_path / "step-0") == 0
