@@ -53,6 +53,8 @@ _HOME_OF = {
     "local_map": f"{_SHARD}.own_ops",
     "register_op": f"{_SHARD}.own_ops",
     "strict": f"{_SHARD}.strict_mode",
+    "ShardingPlan": f"{_SHARD}.sharding_plan",
+    "shard_module": f"{_SHARD}.sharding_plan",
     "manual_seed": f"{_DTENSOR}.random_state",
     "FusedColwiseParallel": f"{_TENSOR_PARALLEL}.part_styles",
     "HeadParallel": f"{_TENSOR_PARALLEL}.part_styles",

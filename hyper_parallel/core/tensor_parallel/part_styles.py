@@ -23,12 +23,12 @@ from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import Partial, Replicate, Shard
+from hyper_parallel.core.shard.boundary import Entry, Exit
+from hyper_parallel.core.shard.plain_parameters import refuse_cut_uses
 from hyper_parallel.core.shard.vary import enter as enter_varying
-from hyper_parallel.core.tensor_parallel.boundary import Entry, Exit
 from hyper_parallel.core.tensor_parallel.head_share import HeadShare, rows_of
 from hyper_parallel.core.tensor_parallel.module_parameters import distribute_parameter
 from hyper_parallel.core.tensor_parallel.placements import Placements, check_placements, per_axis
-from hyper_parallel.core.tensor_parallel.plain_parameters import refuse_cut_uses
 from hyper_parallel.core.tensor_parallel.style import ColwiseParallel, RowwiseParallel
 from hyper_parallel.core.tensor_parallel.style_base import ParallelStyle, described
 from hyper_parallel.platform import get_platform

@@ -21,11 +21,14 @@ from hyper_parallel.core.dtensor.autograd_edges import FromLocal
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.dtensor.placement_types import Placement
-from hyper_parallel.core.tensor_parallel.plain_parameters import refuse_cut_uses
+from hyper_parallel.core.dtensor.placement_types import Partial
+from hyper_parallel.core.shard.plain_parameters import refuse_cut_uses
 from hyper_parallel.platform import get_platform
 
 _platform = get_platform()
+
+Spelling = tuple[Any, ...]  # one placement per mesh axis, or one alias per tensor dim
+
 _MEMORY = "_hyper_parallel_wrapped"
 
 
@@ -38,8 +41,8 @@ class Entry:
     def __init__(
         self,
         mesh: DeviceMesh,
-        given: tuple[Placement, ...] | None,
-        wanted: tuple[Placement, ...] | None,
+        given: Spelling | None,
+        wanted: Spelling | None,
         where: str,
         lengths: dict[int, int] | None = None,
     ) -> None:
@@ -63,13 +66,13 @@ class Entry:
         target = self._layout(self.wanted, value.ndim)
         return value if value._layout is target else value.redistribute(self.mesh, target)
 
-    def _layout(self, placements: tuple[Placement, ...], ndim: int) -> Layout:
+    def _layout(self, placements: Spelling, ndim: int) -> Layout:
         try:
             return self._layouts[placements, ndim]
         except KeyError:
             pass
         try:
-            layout = Layout.from_placements(self.mesh, placements, ndim)
+            layout = Layout.resolve(self.mesh, placements, ndim)
         except ValueError as error:
             raise ValueError(f"{self.where}: {error}") from None
         self._layouts[placements, ndim] = layout
@@ -124,9 +127,9 @@ class Entry:
 class Exit:
     """A value on its way out of a module: moved to ``wanted`` (None: as it lies), and plain if ``local``."""
 
-    def __init__(self, mesh: DeviceMesh, wanted: tuple[Placement, ...] | None, local: bool, where: str) -> None:
+    def __init__(self, mesh: DeviceMesh, wanted: Spelling | None, local: bool, where: str) -> None:
         self.local = local
-        self.keeps_pending = wanted is None or any(placement.is_partial() for placement in wanted)
+        self.keeps_pending = wanted is None or any(isinstance(one, Partial) for one in wanted)
         self.move = Entry(mesh, None, wanted, where)
 
     def __call__(self, value: Any) -> Any:
