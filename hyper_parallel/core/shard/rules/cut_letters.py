@@ -48,6 +48,7 @@ def is_cut(call: LocalCall, letters: Iterable[str | None]) -> bool:
 def group_of(call: LocalCall, letters: Iterable[str | None]) -> Any:
     """The group of the ranks that hold the parts of ``letters`` together; None when all of them are whole."""
     axes = sorted({axis for letter in letters if letter is not None for axis in call.axes.get(letter, ())})
+    axes = [axis for axis in axes if call.mesh.shape[axis] > 1]
     return call.mesh.get_group(tuple(axes)) if axes else None
 
 
