@@ -1,14 +1,15 @@
 """The brute-force validator: an operator under every layout of its inputs against one device, values and gradients.
 
 A :class:`Sample` is one call on small tensors. :func:`validate` runs on every rank of a world: it takes the call's
-tensors through all layouts of the mesh (or a random choice where there are too many), and compares the gathered result
-and the gathered gradients of all inputs with the plain call. It returns what went wrong, as text, for the first rank to
-show.
+tensors through all layouts of the mesh, and compares this rank's block of the result and of the gradients of all inputs
+with the plain call. Where there are many combinations, all are planned and one of each choice is run (see ``choices``),
+and some more by chance. It returns what went wrong on this rank, as text.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import traceback
 import warnings
@@ -20,6 +21,7 @@ import torch
 
 import hyper_parallel as hp
 from hyper_parallel.core.dtensor.layout import Layout
+from tests.shard.choices import one_of_each_choice, planned_calls
 
 
 @dataclass(frozen=True)
@@ -88,29 +90,50 @@ def _can_be_partial(tensor: torch.Tensor) -> bool:
 def validate(
     samples: Sequence[Sample], mesh_shape: tuple[int, ...], most: int = 400, tolerance: float = 1e-9, seed: int = 0
 ) -> list[str]:
-    """Runs on every rank; what was wrong, one line per sample and layouts."""
+    """Runs on every rank; what was wrong, one line per sample and layouts.
+
+    Up to ``most`` combinations of layouts are all run; of more, one of each choice and ``BY_CHANCE`` others.
+    """
     warnings.simplefilter("ignore")
     mesh = hp.init_device_mesh("cpu", mesh_shape, mesh_dim_names=("x", "y", "z")[: len(mesh_shape)])
     wrong: list[str] = []
     for sample in samples:
         tensors = tensors_in((sample.args, sample.kwargs))
         choices = [layouts_of(mesh, tensor, _can_be_partial(tensor)) for tensor in tensors]
-        total = 1
-        for choice in choices:
-            total *= len(choice)
-        if total <= most:
-            combinations = list(itertools.product(*choices))
-        else:
-            pick = random.Random(f"{seed}{sample}")
-            combinations = [tuple(pick.choice(choice) for choice in choices) for _ in range(most)]
+        combinations = _combinations(sample, tensors, choices, mesh, most, f"{seed}{sample}")
         expected = _run_plain(sample, tensors)
         for layouts in combinations:
             complaint = _compare(sample, tensors, layouts, mesh, expected, tolerance)
-            if complaint:
+            if complaint and len(wrong) < 20:  # the other ranks go on, so this one must too
                 wrong.append(f"{sample} under {', '.join(map(str, layouts))}: {complaint}")
-                if len(wrong) >= 20:
-                    return wrong
     return wrong
+
+
+BY_CHANCE = 6
+
+
+def _combinations(
+    sample: Sample, tensors: list[torch.Tensor], choices: list[list[Layout]], mesh: Any, most: int, seed: str
+) -> list[tuple[Layout, ...]]:
+    """The combinations of layouts to run."""
+    if math.prod(map(len, choices)) <= most:
+        return list(itertools.product(*choices))
+    pick = random.Random(seed)
+    covered = None
+    calls = _rule_calls(sample, tensors, mesh)
+    if len(calls) == 1:
+        covered = one_of_each_choice(calls[0], choices, seed)
+    count = BY_CHANCE if covered is not None else 4 * BY_CHANCE
+    return [*(covered or []), *(tuple(map(pick.choice, choices)) for _ in range(count))]
+
+
+def _rule_calls(sample: Sample, tensors: list[torch.Tensor], mesh: Any) -> list[tuple[Any, ...]]:
+    """The calls with a rule that a sample comes down to."""
+    whole = [hp.distribute_tensor(tensor.detach().clone(), mesh, None) for tensor in tensors]
+    args, kwargs = _replace((sample.args, sample.kwargs), whole)
+    with planned_calls() as calls, torch.no_grad():
+        sample.function()(*args, **kwargs)
+    return calls
 
 
 def _leaf(tensor: torch.Tensor, gradients: bool) -> torch.Tensor:
@@ -135,21 +158,17 @@ def _run_plain(sample: Sample, tensors: list[torch.Tensor]) -> tuple[Any, list[A
     result = _call(sample, leaves, _is_in_place(sample))
     outputs = tensors_in(result) if not isinstance(result, torch.Tensor) else [result]
     cotangents = [
-        torch.rand(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(7)) for out in outputs
+        torch.rand(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(7)).to(out.dtype)
+        for out in outputs
     ]
     _backward(outputs, cotangents)
     return result, cotangents, [leaf.grad for leaf in leaves]
 
 
-def _backward(outputs: list[torch.Tensor], cotangents: list[torch.Tensor]) -> None:
-    terms = [
-        (out * cotangent.to(out.dtype)).sum()
-        for out, cotangent in zip(outputs, cotangents, strict=True)
-        if out.requires_grad
-    ]
-    if terms:
-        total = sum(terms)
-        (total.real if total.is_complex() else total).backward()
+def _backward(outputs: list[Any], cotangents: list[Any]) -> None:
+    pairs = [pair for pair in zip(outputs, cotangents, strict=True) if pair[0].requires_grad]
+    if pairs:
+        torch.autograd.backward([out for out, _ in pairs], [cotangent for _, cotangent in pairs])
 
 
 def _compare(
@@ -166,17 +185,22 @@ def _compare(
         if not isinstance(result, (torch.Tensor, list, tuple)):
             return "" if ours == result else f"gave {ours!r} instead of {result!r}"
         outputs = tensors_in(ours)
-        whole = [out.full_tensor() if isinstance(out, hp.DTensor) else out for out in outputs]
-        for out, mine, want in zip(outputs, whole, tensors_in(result), strict=True):
+        for out, want in zip(outputs, tensors_in(result), strict=True):
             if not isinstance(out, hp.DTensor):
                 return "a result is a plain tensor"
-            if tuple(out.shape) != tuple(want.shape) or tuple(out.local_shape) != out.layout.local_shape(
-                tuple(out.shape)
-            ):
-                return f"shape {tuple(out.shape)} (block {tuple(out.local_shape)}) instead of {tuple(want.shape)}"
-            if not _close(mine, want, tolerance):
-                return f"wrong values under {out.layout}:\n{mine}\ninstead of\n{want}"
-        _backward(whole, cotangents)
+            shape = tuple(want.shape)
+            if tuple(out.shape) != shape or tuple(out.local_shape) != out.layout.local_shape(shape):
+                return f"shape {tuple(out.shape)} (block {tuple(out.local_shape)}) instead of {shape}"
+            reduced = out.detach().reduce_partial()
+            if not _close(reduced.to_local(), _block(want, reduced.layout), tolerance):
+                return f"wrong values under {out.layout}:\n{reduced.to_local()}\ninstead of\n{want}"
+        _backward(
+            outputs,
+            [
+                hp.distribute_tensor(cotangent, mesh, out.layout.gradient())
+                for out, cotangent in zip(outputs, cotangents, strict=True)
+            ],
+        )
         for number, (leaf, want) in enumerate(zip(leaves, gradients, strict=True)):
             if want is None:
                 want = torch.zeros(leaf.shape, dtype=leaf.dtype) if leaf.grad is not None else None
@@ -188,8 +212,8 @@ def _compare(
                 return f"no gradient for input {number}"
             if leaf.grad.layout is not leaf.layout.gradient():
                 return f"gradient {number} lies under {leaf.grad.layout}"
-            if not _close(leaf.grad.full_tensor(), want, tolerance):
-                return f"wrong gradient of input {number}:\n{leaf.grad.full_tensor()}\ninstead of\n{want}"
+            if not _close(leaf.grad.to_local(), _block(want, leaf.grad.layout), tolerance):
+                return f"wrong gradient of input {number}:\n{leaf.grad.to_local()}\ninstead of\n{want}"
     except RuntimeError as error:
         if refused and "pending reduction" in str(error):
             return ""
@@ -197,6 +221,12 @@ def _compare(
     except Exception:
         return f"raised {traceback.format_exc(limit=-6)}"
     return ""
+
+
+def _block(whole: torch.Tensor, layout: Layout) -> torch.Tensor:
+    for dim, (size, start) in enumerate(zip(*layout.local_region(tuple(whole.shape)), strict=True)):
+        whole = whole.narrow(dim, start, size)
+    return whole
 
 
 def _close(mine: torch.Tensor, want: torch.Tensor, tolerance: float) -> bool:
@@ -216,9 +246,9 @@ def tensor(
     return values.to(dtype)
 
 
-def assert_valid(worlds: Any, samples: Sequence[Sample], most: int = 60) -> None:
-    """Validate samples on a mesh of 2 ranks (every layout) and one of 2 x 2 ranks (at most ``most`` of them each)."""
+def assert_valid(worlds: Any, samples: Sequence[Sample], most: int = 20) -> None:
+    """Validate samples on a mesh of 2 ranks and one of 2 x 2 ranks, where up to ``most`` combinations are all run."""
     for size, shape in ((2, (2,)), (4, (2, 2))):
-        answers = worlds(size, timeout=300).run(validate, list(samples), shape, 400 if size == 2 else most)
-        wrong = answers[0]
-        assert not wrong, f"{len(wrong)} wrong on {shape}:\n" + "\n".join(wrong)
+        answers = worlds(size, timeout=900).run(validate, list(samples), shape, 400 if size == 2 else most)
+        for rank, wrong in enumerate(answers):
+            assert not wrong, f"{len(wrong)} wrong on rank {rank} of {shape}:\n" + "\n".join(wrong)

@@ -8,11 +8,11 @@ from typing import Any
 from hyper_parallel.core.dtensor.autograd_edges import move
 from hyper_parallel.core.dtensor.comm_recorder import because
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
-from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.dtensor.layout import Layout, Shape
 from hyper_parallel.core.dtensor.shard_sizes import finish_checks
 from hyper_parallel.core.shard.copied_views import is_view_call, link
 from hyper_parallel.core.shard.mixing import PendingWriteError, refuse_plain, same_mesh
-from hyper_parallel.core.shard.rule_table import find_rule
+from hyper_parallel.core.shard.rule_table import Rule, find_rule
 from hyper_parallel.core.shard.signature import LocalCall, OpCall, Signature, TensorSpec
 from hyper_parallel.core.shard.strategy import Choice, choose
 from hyper_parallel.core.shard.strict_mode import check_implicit
@@ -26,6 +26,31 @@ Path = tuple[Any, ...]  # where a tensor is among the arguments: position or key
 
 def plan_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlannedCall | None:
     """The plan for calls like this one; None when no rule covers it."""
+    described = describe_call(func, args, kwargs)
+    if described is None:
+        return None
+    rule, call, paths = described
+    signature = rule(call)
+    if signature is None:
+        return None
+    choice = choose_for(call, signature)
+    if choice is None:
+        if not call.tensors[0].layout.has_partial:
+            return None  # a dim that must be whole is cut: gathered, written and cut again
+        layouts = ", ".join(str(spec.layout) for spec in call.tensors)
+        in_place = _is_in_place(call.name)
+        raise PendingWriteError(
+            f"{call.name} cannot write into a tensor under {call.tensors[0].layout}: the result would lie otherwise "
+            f"(inputs: {layouts}). A pending reduction only passes through linear operators: call reduce_partial() "
+            + (f"first, or use {call.name.rstrip('_')}, which makes a new tensor" if in_place else "first")
+        )
+    return PlannedCall(call.name, paths, call, signature, choice)
+
+
+def describe_call(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Rule, OpCall, list[Path]] | None:
+    """The rule for a call, the call in a rule's terms, and where its tensors are; None when no rule covers it."""
     name = _platform.get_op_name(func)
     rule = find_rule(name, func)
     if rule is None or kwargs.get("out") is not None:
@@ -37,21 +62,16 @@ def plan_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     for tensor in found:
         mesh = same_mesh(name, mesh, tensor)
     call = _describe(func, name, args, kwargs, found)
-    signature = None if call is None else rule(call)
-    if call is None or signature is None:
-        return None
-    in_place = name.endswith("_") and not name.endswith("__")
-    choice = choose(call, signature, 0 if in_place else signature.writes)
-    if choice is None:
-        if not call.tensors[0].layout.has_partial:
-            return None  # a dim that must be whole is cut: gathered, written and cut again
-        layouts = ", ".join(str(spec.layout) for spec in call.tensors)
-        raise PendingWriteError(
-            f"{name} cannot write into a tensor under {call.tensors[0].layout}: the result would lie otherwise "
-            f"(inputs: {layouts}). A pending reduction only passes through linear operators: call reduce_partial() "
-            + (f"first, or use {name.rstrip('_')}, which makes a new tensor" if in_place else "first")
-        )
-    return PlannedCall(name, paths, call, signature, choice)
+    return None if call is None else (rule, call, paths)
+
+
+def choose_for(call: OpCall, signature: Signature) -> Choice | None:
+    """The cheapest choice for a call; None when a tensor that it writes into would have to lie otherwise."""
+    return choose(call, signature, 0 if _is_in_place(call.name) else signature.writes)
+
+
+def _is_in_place(name: str) -> bool:
+    return name.endswith("_") and not name.endswith("__")
 
 
 def _collect(name: str, values: Any, keys: Any, paths: list[Path], found: list[DTensor], prefix: Path = ()) -> None:
@@ -75,7 +95,7 @@ def _describe(
         return specs[id(value)] if isinstance(value, DTensor) else value
 
     try:
-        outputs = _platform.output_shapes(func, args, kwargs)
+        outputs = _output_shapes(func, args, kwargs)
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         if _platform.depends_on_values(error):
             return None
@@ -87,8 +107,41 @@ def _describe(
         _platform.tree_map(spec, args),
         _platform.tree_map(spec, kwargs),
         tuple(specs[id(tensor)] for tensor in found),
-        tuple(tuple(shape) for shape in outputs),
+        outputs,
     )
+
+
+_shapes: dict[Any, tuple[Shape, ...]] = {}
+_MAX_SHAPES = 65536
+
+
+def _output_shapes(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Shape, ...]:
+    """The global shapes of the results, which the framework is asked for once whatever the layouts are."""
+    try:
+        key = (func, _without_layouts(args), _without_layouts(tuple(kwargs.items())))
+        known = _shapes.get(key)
+    except TypeError:  # an argument that cannot be hashed, or whose values may matter
+        key = known = None
+    if known is None:
+        known = tuple(tuple(shape) for shape in _platform.output_shapes(func, args, kwargs))
+        if key is not None:
+            if len(_shapes) >= _MAX_SHAPES:
+                _shapes.clear()
+            _shapes[key] = known
+    return known
+
+
+def _without_layouts(value: Any) -> Any:
+    if isinstance(value, DTensor):
+        return (value._global_shape, value.dtype)
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return (kind, *map(_without_layouts, value))
+    if kind is slice:
+        return (kind, value.start, value.stop, value.step)
+    if _platform.is_tensor(value):
+        raise TypeError("a plain tensor")
+    return (kind, value)
 
 
 class PlannedCall:
@@ -119,7 +172,7 @@ class PlannedCall:
         self.paths = paths
         self.choice = choice
         self.local = signature.local
-        self.writes = signature.writes is not None or (name.endswith("_") and not name.endswith("__"))
+        self.writes = signature.writes is not None or _is_in_place(name)
         self.shapes = tuple(spec.shape for spec in call.tensors)
         # (path, wanted layout, axes to vary along, whether it must move) of the arguments that do not go in as they are
         self.changes = [

@@ -9,8 +9,9 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from hyper_parallel.core.dtensor.layout import Layout, Shape
+from hyper_parallel.core.dtensor.layout import DimAxes, Layout, Shape
 from hyper_parallel.core.dtensor.redistribution_plan import plan_redistribution
 from hyper_parallel.core.shard.signature import Labels, LetterAxes, OpCall, Signature
 
@@ -31,8 +32,9 @@ class Choice:
 def choose(call: OpCall, signature: Signature, kept: int | None = None) -> Choice | None:
     """The cheapest legal choice; None when there is none. ``kept`` is an input that the operator writes into."""
     best: tuple[tuple[float, int], Choice] | None = None
+    completion = _Completion(call, signature, kept)
     for axes in _assignments(call, signature):
-        choice = _complete(call, signature, axes, kept)
+        choice = completion.complete(axes, math.inf if best is None else best[0][0])
         if choice is None:
             continue
         rank = (choice.cost, _memory(call, choice))
@@ -72,26 +74,51 @@ def _blocked_letters(signature: Signature) -> set[str]:
     return {letter for labels in signature.inputs for letter in labels if letter is not None} - everywhere
 
 
-def _complete(call: OpCall, signature: Signature, axes: LetterAxes, kept: int | None) -> Choice | None:
-    mesh = call.tensors[0].layout.mesh
-    cut_by = [axis for cut in axes.values() for axis in cut]
-    pending = _pending_inputs(call, signature, set(cut_by), kept)
-    inputs = tuple(
-        Layout.of(mesh, _cuts(labels, axes), pending[index]) for index, labels in enumerate(signature.inputs)
-    )
-    outputs = tuple(
-        Layout.of(mesh, _cuts(labels, axes), _pending_output(signature, labels, axes, pending))
-        for labels in signature.outputs
-    )
-    if kept is not None and any(layout is not call.tensors[kept].layout for layout in (inputs[kept], *outputs[:1])):
-        return None
-    cost = 0.0
-    for spec, target in zip(call.tensors, inputs, strict=True):
-        if spec.layout is not target:
-            cost += plan_redistribution(spec.layout, target, spec.shape).cost
-    varying = {axis for layout in inputs for axis in _not_whole(layout)}
-    varies = tuple(tuple(sorted(varying - _not_whole(layout))) for layout in inputs)
-    return Choice(inputs, outputs, axes, varies, cost)
+class _Completion:
+    """The layouts that follow from how the letters are cut; what several assignments share is worked out once."""
+
+    def __init__(self, call: OpCall, signature: Signature, kept: int | None) -> None:
+        self._call = call
+        self._signature = signature
+        self._kept = kept
+        self._mesh = call.tensors[0].layout.mesh
+        self._nothing_pending = None
+        if not any(spec.layout.has_partial for spec in call.tensors):
+            self._nothing_pending = [[None] * self._mesh.ndim for _ in call.tensors]
+        self._layouts: dict[tuple[DimAxes, tuple[str | None, ...]], Layout] = {}
+
+    def complete(self, axes: LetterAxes, limit: float) -> Choice | None:
+        """The choice that ``axes`` gives; None when it is not legal, or dearer than ``limit``."""
+        call, signature, kept = self._call, self._signature, self._kept
+        pending: Any = self._nothing_pending
+        if pending is None:
+            pending = _pending_inputs(call, signature, {axis for cut in axes.values() for axis in cut}, kept)
+        inputs = []
+        cost = 0.0
+        for spec, labels, sums in zip(call.tensors, signature.inputs, pending, strict=True):
+            target = self._layout(_cuts(labels, axes), sums)
+            if spec.layout is not target:
+                cost += plan_redistribution(spec.layout, target, spec.shape).cost
+                if cost > limit:
+                    return None
+            inputs.append(target)
+        outputs = tuple(
+            self._layout(_cuts(labels, axes), _pending_output(signature, labels, axes, pending))
+            for labels in signature.outputs
+        )
+        if kept is not None and any(layout is not call.tensors[kept].layout for layout in (inputs[kept], *outputs[:1])):
+            return None
+        not_whole = [_not_whole(layout) for layout in inputs]
+        varying = set().union(*not_whole)
+        varies = tuple(tuple(sorted(varying - own)) for own in not_whole)
+        return Choice(tuple(inputs), outputs, axes, varies, cost)
+
+    def _layout(self, cuts: DimAxes, pending: list[str | None]) -> Layout:
+        key = (cuts, tuple(pending))
+        layout = self._layouts.get(key)
+        if layout is None:
+            layout = self._layouts[key] = Layout.of(self._mesh, *key)
+        return layout
 
 
 def _cuts(labels: Labels, axes: LetterAxes) -> tuple[tuple[int, ...], ...]:

@@ -12,7 +12,7 @@ _JOINTLY_LINEAR = ("add", "sub", "rsub", "lerp")
 # Linear in each operand while the others are fixed.
 _EACH_LINEAR = ("mul",)
 # Linear in the first operand while the others are fixed.
-_FIRST_LINEAR = ("div", "rdiv", "true_divide")
+_FIRST_LINEAR = ("div", "rdiv")
 _LINEAR = ("neg", "positive", "alias", "clone", "detach", "contiguous", "real", "imag", "conj", "conj_physical")
 
 _NON_LINEAR = (

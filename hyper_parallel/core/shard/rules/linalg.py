@@ -11,7 +11,7 @@ _ITEM_DIMS = {
     **dict.fromkeys(
         (
             *("inverse", "linalg_inv", "linalg_inv_ex", "det", "linalg_det", "logdet", "slogdet", "linalg_slogdet"),
-            *("cholesky", "linalg_cholesky", "linalg_cholesky_ex", "cholesky_inverse", "qr", "linalg_qr", "geqrf"),
+            *("cholesky", "linalg_cholesky", "linalg_cholesky_ex", "cholesky_inverse", "qr", "linalg_qr"),
             *("svd", "linalg_svd", "linalg_svdvals", "linalg_eigh", "linalg_eigvalsh", "linalg_eig", "linalg_eigvals"),
             *("matrix_exp", "linalg_matrix_exp", "matrix_power", "linalg_matrix_power", "linalg_pinv", "pinverse"),
             *("linalg_matrix_rank", "linalg_lu", "linalg_lu_factor", "linalg_lu_factor_ex", "_lu_with_info"),
