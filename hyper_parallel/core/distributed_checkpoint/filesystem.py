@@ -52,11 +52,13 @@ class FileSystemWriter(StorageWriter):
         self.max_shard_bytes = max_shard_bytes
         self._sync = sync
         self._lock: tuple[Path, int] | None = None
+        self._made_root = False
 
     def open(self, checkpoint_id: CheckpointId) -> None:
         self._root = local_path(checkpoint_id)
         if self._root.exists() and not self._root.is_dir():
             raise NotADirectoryError(f"a checkpoint is a directory, and '{self._root}' is a file; give another name")
+        self._made_root = not self._root.exists()
         self._root.mkdir(parents=True, exist_ok=True)
 
     def begin(self, save_name: str) -> None:
@@ -110,15 +112,16 @@ class FileSystemWriter(StorageWriter):
             self._root.rmdir()
 
     def end(self) -> None:
-        if self._lock is None:
-            return
-        path, descriptor = self._lock
-        self._lock = None
-        with contextlib.suppress(OSError):
-            os.unlink(path)
-        os.close(descriptor)
-        with contextlib.suppress(OSError):  # A save that failed leaves no empty directory.
-            self._root.rmdir()
+        if self._lock is not None:
+            path, descriptor = self._lock
+            self._lock = None
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+            os.close(descriptor)
+            self._made_root = True
+        if self._made_root:
+            with contextlib.suppress(OSError):  # A save that failed leaves no empty directory.
+                self._root.rmdir()
 
 
 class FileSystemReader(StorageReader):

@@ -68,9 +68,7 @@ def index_of_plans(plans: list[SavePlan], metadata: Metadata, reports: list[Rank
                     file, written.start, written.length, written.crc32c, written.encoding or "json"
                 )
                 continue
-            data = item.tensor_data
-            chunk = data["chunk"] if isinstance(data, dict) else data.chunk
-            box = tuple(chunk.offsets), tuple(chunk.sizes)
+            box = item.chunk.offsets, item.chunk.sizes
             if 0 not in box[1]:
                 chunks.setdefault(key, []).append((box, file, written.start, written.crc32c))
     for key, described in metadata.state_dict_metadata.items():

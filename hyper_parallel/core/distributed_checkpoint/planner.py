@@ -60,7 +60,22 @@ class WriteItem:
         """Bytes of the chunk; None for what is not a tensor."""
         if self.tensor_data is None:
             return None
-        return math.prod(_of(self.tensor_data, "chunk").sizes) * dtype_size(_of(self.tensor_data, "properties").dtype)
+        return math.prod(self.chunk.sizes) * dtype_size(self.properties.dtype)
+
+    @property
+    def chunk(self) -> ChunkStorageMetadata:
+        """The box of a tensor item."""
+        return _of(self.tensor_data, "chunk")
+
+    @property
+    def properties(self) -> TensorProperties:
+        """What the tensor of a tensor item is."""
+        return _of(self.tensor_data, "properties")
+
+    @property
+    def tensor_shape(self) -> tuple[int, ...]:
+        """The shape of the whole tensor of a tensor item."""
+        return tuple(_of(self.tensor_data, "size"))
 
 
 def _of(tensor_data: Any, name: str) -> Any:

@@ -133,14 +133,12 @@ def _staged(item: WriteItem, planner: SavePlanner) -> StagedItem:
         encoding = planner.encoding_of(item.index.fqn) if hasattr(planner, "encoding_of") else "json"
         return StagedItem(item.index, "uint8", (len(data),), data, encoding)
     array = data if isinstance(data, np.ndarray) else get_platform().raw_array(data)
-    tensor_data = item.tensor_data
-    properties = tensor_data["properties"] if isinstance(tensor_data, dict) else tensor_data.properties
     buffer = as_buffer(array)
     if len(buffer) != item.tensor_storage_size():
         raise ValueError(
             f"the planner gave {len(buffer)} bytes for {item.index}, whose chunk has {item.tensor_storage_size()}"
         )
-    return StagedItem(item.index, properties.dtype, tuple(array.shape), buffer)
+    return StagedItem(item.index, item.properties.dtype, tuple(array.shape), buffer)
 
 
 def write_and_commit(prepared: PreparedSave, staged: Any) -> Metadata:

@@ -120,9 +120,8 @@ class StandardSavePlanner(SavePlanner):
                 if item.type is WriteItemType.BYTE_IO:
                     described[item.index.fqn] = BytesStorageMetadata()
                     continue
-                data = item.tensor_data
-                tensor = described.setdefault(item.index.fqn, TensorStorageMetadata(data.properties, data.size, []))
-                tensor.chunks.append(data.chunk)
+                tensor = TensorStorageMetadata(item.properties, item.tensor_shape, [])
+                described.setdefault(item.index.fqn, tensor).chunks.append(item.chunk)
         return all_plans, Metadata(described)
 
     def finalize_plan(self, plan: SavePlan) -> SavePlan:
@@ -145,7 +144,7 @@ class StandardSavePlanner(SavePlanner):
                 raise type(error)(f"'{key}' cannot be saved: {error}") from error
             self._arrays[key] = array, local_box(spec, self._rank)[0]
         array, base = self._arrays[key]
-        chunk = item.tensor_data.chunk
+        chunk = item.chunk
         if chunk.sizes == array.shape:
             return array
         return array[slices(chunk.offsets, chunk.sizes, base)]
@@ -198,14 +197,12 @@ class StandardLoadPlanner(LoadPlanner):
     def _items(self, key: str, spec: Spec) -> Iterator[ReadItem]:
         if isinstance(spec, ObjectSpec):
             if not self._is_object(key):
-                raise ValueError(
-                    f"'{key}' is a tensor in the checkpoint, but the state to load into has no tensor there"
-                )
+                raise ValueError(f"'{key}' is a tensor in the checkpoint, but not in the state to load into")
             at = MetadataIndex(key)
             yield ReadItem(LoadItemType.BYTE_IO, at, (), at, (), ())
             return
         if self._is_object(key):
-            raise ValueError(f"'{key}' is an object in the checkpoint, but the state to load into has a tensor there")
+            raise ValueError(f"'{key}' is an object in the checkpoint, but a tensor in the state to load into")
         shape, dtype = self._shape_and_dtype(key)
         if (shape, dtype) != (spec.shape, spec.dtype):
             raise ValueError(
