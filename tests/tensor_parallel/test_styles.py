@@ -1,5 +1,7 @@
 """Every style against one device: values, all gradients, the step after; even, uneven and empty shards."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -77,6 +79,99 @@ def test_decoder(plan: str) -> None:
         ids = torch.randint(vocabulary, (2, length), generator=torch.Generator().manual_seed(0))
         ours = same_as_one_device(model, lambda m: hp.parallelize_module(m, mesh, plans[plan]()), (ids,))
         assert (ours.head.weight is ours.embed.weight) == tied
+
+
+class Pair(nn.Module):
+    """Two inputs, one of them by keyword, a mask, and two outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor, *, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        assert type(mask) is torch.Tensor
+        out = self.lin(x) + y
+        return out, out.sum(-1)
+
+
+@run_on_ranks(2, 4)
+def test_prepared_inputs_and_outputs() -> None:
+    mesh = _mesh()
+    whole, cut = hp.Replicate(), hp.Shard(1)
+    for length, local in ((8, True), (5, False)):
+        x, y = _x(2, length, 4), _x(2, length, 4, seed=1)
+        models = [_double(Pair), _double(Pair)]
+        style = hp.PrepareModuleInputOutput(
+            input_layouts=(cut, None),
+            desired_input_layouts=(whole, None),
+            input_kwarg_layouts={"y": whole},
+            desired_input_kwarg_layouts={"y": whole},
+            output_layouts=(whole, None),
+            desired_output_layouts=(cut, None),
+            use_local_output=local,
+        )
+        hp.parallelize_module(models[1], mesh, {"lin": hp.NoParallel(use_local_output=False), "": style})
+        block = hp.distribute_tensor(x, mesh, [cut])
+        want, want_sums = models[0](x, torch.ones(2), y=y)
+        got, got_sums = models[1](block.to_local() if local else block, torch.ones(2), y=y)
+        assert isinstance(got, hp.DTensor) != local
+        expected = hp.distribute_tensor(want.detach(), mesh, [cut])
+        torch.testing.assert_close(got if not local else hp.DTensor.from_local(got, mesh, [cut]), expected)
+        torch.testing.assert_close(got_sums.to_local() if isinstance(got_sums, hp.DTensor) else got_sums, want_sums)
+        want.square().sum().backward()
+        got.square().sum().backward()  # of this rank's block when it is plain: the gradient of a cut value is cut
+        torch.testing.assert_close(models[1].lin.weight.grad.full_tensor(), models[0].lin.weight.grad)
+
+
+@run_on_ranks(2)
+def test_refusals_of_prepared_values() -> None:
+    mesh = _mesh()
+    whole, cut = hp.Replicate(), hp.Shard(0)
+    with pytest.raises(ValueError, match="input_layouts has 2 entries and desired_input_layouts 1"):
+        hp.PrepareModuleInput(input_layouts=(cut, cut), desired_input_layouts=whole)
+    with pytest.raises(ValueError, match="input_layouts needs desired_input_layouts"):
+        hp.PrepareModuleInput(input_layouts=cut)
+    with pytest.raises(ValueError, match=r"input_kwarg_layouts names \['x'\] and desired_input_kwarg_layouts \[\]"):
+        hp.PrepareModuleInput(input_kwarg_layouts={"x": cut})
+    with pytest.raises(ValueError, match="output_layouts has 1 entries and desired_output_layouts 2"):
+        hp.PrepareModuleOutput(output_layouts=cut, desired_output_layouts=(cut, cut))
+    with pytest.raises(TypeError, match="'tp' is no layout"):
+        hp.PrepareModuleOutput(output_layouts=("tp",), desired_output_layouts=(cut,))
+    with pytest.raises(TypeError, match="ColwiseParallel: 0 is no layout"):
+        hp.ColwiseParallel(input_layouts=0)
+    two = hp.PrepareModuleInput(input_layouts=(cut, None), desired_input_layouts=(whole, None))
+    with pytest.raises(ValueError, match="the module got 1 positional inputs, but input_layouts has 2"):
+        hp.parallelize_module(nn.Identity(), mesh, two)(torch.ones(2, 2))
+    out = hp.PrepareModuleOutput(output_layouts=(whole, whole), desired_output_layouts=(cut, cut))
+    with pytest.raises(ValueError, match="one output, but output_layouts has 2"):
+        hp.parallelize_module(nn.Identity(), mesh, out)(torch.ones(2, 2))
+    linear = hp.parallelize_module(nn.Linear(4, 4), mesh, hp.RowwiseParallel())
+    with pytest.raises(ValueError, match=r"has a block of shape \(2, 2\) on rank [01], got"):
+        linear(torch.ones(2, 3))
+    deep = hp.parallelize_module(nn.Linear(4, 4), mesh, hp.ColwiseParallel(output_layouts=hp.Shard(3)))
+    with pytest.raises(ValueError, match=r"ColwiseParallel on Linear: Shard\(3\) on axis 'tp': the tensor has 2 dims"):
+        deep(torch.ones(2, 4))
+
+
+@run_on_ranks(2)
+def test_copies_and_layers_with_a_forward_of_their_own() -> None:
+    mesh = _mesh()
+
+    class Doubled(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
+    for style in (hp.ColwiseParallel(output_layouts=hp.Replicate()), hp.RowwiseParallel(input_layouts=hp.Replicate())):
+        model = _double(Doubled, 4, 6)
+        same_as_one_device(model, lambda m, s=style: hp.parallelize_module(m, mesh, s), (_x(2, 4),), num_steps=1)
+    ours = hp.parallelize_module(_double(Mlp, 4, 6), mesh, {"up": hp.ColwiseParallel(), "down": hp.RowwiseParallel()})
+    copied = copy.deepcopy(ours)
+    with torch.no_grad():
+        for parameter in ours.parameters():
+            if isinstance(parameter, hp.DTensor):
+                parameter.zero_()
+    torch.testing.assert_close(copied(_x(2, 4)), _double(Mlp, 4, 6)(_x(2, 4)))
+    assert not ours(_x(2, 4)).any()
 
 
 @run_on_ranks(2)

@@ -17,9 +17,8 @@ from typing import Any
 from hyper_parallel.core.dtensor.device_mesh import init_device_mesh
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.shard.constant_parameters import constant_of
 from hyper_parallel.platform import get_platform
-
-_CONSTANT = "hyper_parallel_constant"  # on a parameter without memory: the value of all its elements
 
 
 def deferred_init() -> AbstractContextManager[None]:
@@ -90,7 +89,7 @@ class _Deferred:
                 platform.get_device_type(), (1,), rank_list=(platform.get_rank(),), init_backend=False
             )
             layout = Layout.of(alone, ((),) * len(shape))
-        self.constant = getattr(parameter, _CONSTANT, None)
+        self.constant = constant_of(parameter)
         inside = layout.mesh.get_coordinate() is not None
         local_shape = layout.local_shape(shape) if inside else (0,) * len(shape)
         block = platform.new_tensor(local_shape, parameter.dtype, device)
@@ -111,10 +110,3 @@ class _Deferred:
         """The parameter as a plain one."""
         block = get_platform().detached(self.distributed)
         return get_platform().Parameter(block, requires_grad=self.distributed.requires_grad)
-
-
-def carry_constant(source: Any, target: Any) -> None:
-    """Let ``target``, cut out of ``source``, remember the one number that ``source`` is full of, if it is."""
-    constant = getattr(source, _CONSTANT, None)
-    if constant is not None:
-        setattr(target, _CONSTANT, constant)
