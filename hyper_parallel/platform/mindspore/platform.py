@@ -13,30 +13,28 @@ from hyper_parallel.platform.mindspore import (
     devices,
     differentiable,
     grad_norm,
-    gradients,
     groups,
     micro_batch,
     modules,
     overlap,
-    private_api,
     start,  # isort: split - the first of all: it checks and configures
     state,
     symmetric_memory,
     tensors,
 )
+from hyper_parallel.platform.mindspore.dtensor_platform import DistributedTensors
 from hyper_parallel.platform.platform import Platform, PlatformType
 
 __all__ = ["MindSporePlatform", "start"]
 
 
-class MindSporePlatform(Platform):
+class MindSporePlatform(DistributedTensors, Platform):
     """MindSpore on Ascend NPUs and on CPUs."""
 
     platform_type = PlatformType.MINDSPORE
     Tensor = mindspore.Tensor
     Parameter = mindspore.Parameter
     Module = mindspore.nn.Cell
-    Function = private_api.Function
     ones = staticmethod(tensors.ones)
     empty = staticmethod(tensors.empty)
     full = staticmethod(tensors.full)
@@ -78,7 +76,6 @@ class MindSporePlatform(Platform):
     differentiable_all_to_all = staticmethod(differentiable.differentiable_all_to_all)
     differentiable_all_to_all_single = staticmethod(differentiable.differentiable_all_to_all_single)
     differentiable_all_to_all_single_async = staticmethod(differentiable.differentiable_all_to_all_single_async)
-    vary = staticmethod(differentiable.vary)
     p2p_exchange = staticmethod(differentiable.p2p_exchange)
     differentiable_async_a2a_wait = staticmethod(overlap.differentiable_async_a2a_wait)
     launch_async_all_to_all = staticmethod(overlap.launch_async_all_to_all)
@@ -94,12 +91,6 @@ class MindSporePlatform(Platform):
     def wait_grad_handle(self) -> None:
         if self._grad_reduction is not None:
             self._grad_reduction.wait()
-
-    # gradients
-    backward = staticmethod(gradients.backward)
-    value_and_grad = staticmethod(gradients.value_and_grad)
-    get_grad = staticmethod(gradients.get_grad)
-    set_grad = staticmethod(gradients.set_grad)
 
     # tensors
     is_tensor = staticmethod(tensors.is_tensor)
@@ -122,7 +113,6 @@ class MindSporePlatform(Platform):
     set_tensor_requires_grad = staticmethod(tensors.set_tensor_requires_grad)
     tree_map = staticmethod(tensors.tree_map)
     apply_to_tensors = staticmethod(tensors.apply_to_tensors)
-    get_op_name = staticmethod(tensors.get_op_name)
     no_grad = staticmethod(tensors.no_grad)
 
     # modules and parameters
@@ -190,13 +180,3 @@ class MindSporePlatform(Platform):
 
     # one-sided memory
     get_symmetric_memory_handler = staticmethod(symmetric_memory.get_symmetric_memory_handler)
-
-    # distributed tensors
-    needs_grad = staticmethod(gradients.needs_grad)
-    requires_grad = staticmethod(gradients.requires_grad)
-    dtype_name = staticmethod(tensors.dtype_name)
-    from_numpy = staticmethod(tensors.from_numpy)
-
-
-# The methods for distributed tensors are not all here yet; what is there can be used.
-MindSporePlatform.__abstractmethods__ = frozenset()

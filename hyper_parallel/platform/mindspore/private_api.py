@@ -10,13 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 from mindspore import Tensor
-from mindspore._c_expression import run_backward
+from mindspore._c_expression import NoFallbackGuard, run_backward
 from mindspore.common import dtype as mstype
 from mindspore.common._grad_function import _Function
 from mindspore.graph.api import _no_grad, _pynative_executor
 from mindspore.ops._utils.arg_handler import dtype_to_type_id
 
-__all__ = ["CHECKED_VERSION", "Function", "executor", "no_grad", "run_backward"]
+__all__ = ["CHECKED_VERSION", "Function", "NoFallbackGuard", "executor", "no_grad", "run_backward"]
 
 CHECKED_VERSION = "2.10"
 
@@ -99,6 +99,10 @@ def make_subclass(kind: type, tensor: Any) -> Any:
     ``__fallback__``, by which operators on such objects are intercepted, has no public description either.
     """
     return Tensor._make_subclass(kind, tensor)
+
+
+# ``NoFallbackGuard``: parameters are objects of a subclass, so that ``__fallback__`` is asked for them too; under the
+# guard it is not.
 
 
 def set_requires_grad(tensor: Any, value: bool) -> None:

@@ -1,0 +1,213 @@
+"""Calling operators on blocks: the innermost step of the dispatcher, and what it must know about results beforehand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mindspore as ms
+from mindspore import Tensor, mint
+
+from hyper_parallel.platform.mindspore import private_api, tensors
+from hyper_parallel.platform.mindspore.dtensor_base import DTensorBase, as_dtensor
+from hyper_parallel.platform.mindspore.dtensor_empty import silent, zeros_of
+
+_make = private_api.make_subclass
+
+# Results of more elements than this are not computed only to learn their shapes.
+_MAX_ELEMENTS_FOR_SHAPES = 1 << 22
+
+
+def _block(value: Any) -> Any:
+    """The value with every DTensor in it, also in lists, replaced by its block."""
+    if isinstance(value, DTensorBase):
+        return value._settled()._local
+    if type(value) is list or type(value) is tuple:
+        return type(value)([_block(item) for item in value])
+    return value
+
+
+def result_wrapper(
+    kind: type, layouts: tuple[Any, ...], shapes: tuple[Any, ...], brings_blocks: bool
+) -> Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]:
+    """A function that calls an operator on blocks and makes DTensors of its results, in their order."""
+    del brings_blocks  # a block is never turned into a DTensor itself, so it may be returned as it is
+    layout, shape = (layouts[0], tuple(shapes[0])) if layouts else (None, None)
+    gives_nothing = _gives_nothing(layouts, shapes)
+
+    def run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        blocks = [value._local if type(value) is kind else _block(value) for value in args]
+        if kwargs:
+            kwargs = {name: _block(value) for name, value in kwargs.items()}
+        result = _of_nothing(func, blocks, kwargs) if gives_nothing else func(*blocks, **kwargs)
+        if isinstance(result, Tensor):
+            if isinstance(result, DTensorBase):
+                return result
+            if func.__name__[-1:] == "_" and args and isinstance(args[0], DTensorBase):
+                args[0].written()
+                return args[0]
+            made = _make(kind, result)
+            made._local = result
+            made._layout = layout
+            made._global_shape = shape
+            return made
+        if isinstance(result, (tuple, list)):
+            return _wrap_several(kind, result, layouts, shapes)
+        return result
+
+    return run
+
+
+def _gives_nothing(layouts: tuple[Any, ...], shapes: tuple[Any, ...]) -> bool:
+    """Whether this rank's blocks of all results are without elements."""
+    if not layouts or layouts[0].mesh.get_coordinate() is None:
+        return False
+    return all(0 in layout.local_shape(tuple(shape)) for layout, shape in zip(layouts, shapes, strict=True))
+
+
+def _of_nothing(func: Callable[..., Any], blocks: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Results without elements; every argument gets a gradient of zeros. See Note [Sums over nothing]."""
+    if not blocks:  # a local implementation of a rule, whose blocks are silent already
+        return func()
+    tensors = _tensors_in([*blocks, *kwargs.values()])
+    if func.__name__[-1:] == "_":
+        return func(*blocks, **kwargs)
+    with private_api.no_grad():
+        result = func(*blocks, **kwargs)
+    if isinstance(result, Tensor):
+        return zeros_of(result.shape, result.dtype, *tensors)
+    if isinstance(result, (tuple, list)):
+        made = [zeros_of(one.shape, one.dtype, *tensors) if isinstance(one, Tensor) else one for one in result]
+        return getattr(result, "_make", type(result))(made)
+    return result
+
+
+def _tensors_in(values: Any) -> list[Any]:
+    found: list[Any] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            found.extend(_tensors_in(value))
+    return found
+
+
+def _wrap_several(kind: type, results: Any, layouts: tuple[Any, ...], shapes: tuple[Any, ...]) -> Any:
+    described = iter(zip(layouts, shapes, strict=True))
+    wrapped = []
+    for item in results:
+        if isinstance(item, Tensor):
+            layout, shape = next(described)
+            item = item if isinstance(item, DTensorBase) else as_dtensor(kind, item, layout, shape)
+        wrapped.append(item)
+    make = getattr(results, "_make", type(results))
+    return make(wrapped)
+
+
+def label_all(kind: type, results: Any, layouts: list[Any], shapes: list[Any]) -> Any:
+    """The tensors of a list as DTensors; those without a layout stay plain."""
+    labelled = [
+        result if layout is None else as_dtensor(kind, result, layout, shape)
+        for result, layout, shape in zip(results, layouts, shapes, strict=True)
+    ]
+    return type(results)(labelled)
+
+
+def wrap_result(kind: type, result: Any, layout: Any, shape: Any) -> Any:
+    """Results of a local call as DTensors; those that are DTensors already (in-place operators) stay."""
+    if isinstance(result, Tensor):
+        return result if isinstance(result, DTensorBase) else as_dtensor(kind, result, layout, shape)
+    if isinstance(result, (tuple, list)):
+        return type(result)(wrap_result(kind, item, layout, shape) for item in result)
+    return result
+
+
+def blocks_of(args: Any, kwargs: Any, gives_nothing: bool = False) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with every DTensor replaced by its block as a plain tensor.
+
+    ``gives_nothing``: the results have no elements on this rank, so that nothing flows back into the arguments.
+    """
+    prepare = _silent_block if gives_nothing else _block
+    return tuple(prepare(value) for value in args), {name: prepare(value) for name, value in kwargs.items()}
+
+
+def _silent_block(value: Any) -> Any:
+    return silent(_block(value))
+
+
+def call_on_blocks(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """``func`` on the blocks of all DTensors among its arguments, as if they were plain tensors."""
+    args, kwargs = blocks_of(args, kwargs)
+    return func(*args, **kwargs)
+
+
+def without_interception(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function, or an autograd function's ``apply``, on the blocks of DTensors."""
+    return call_on_blocks(func, args, kwargs)
+
+
+def output_shapes(func: Callable[..., Any], args: Any, kwargs: Any) -> list[tuple[int, ...]]:
+    """The global shapes of the tensors that ``func`` returns, found by calling it on tensors without memory.
+
+    A few functions of MindSpore cannot do that; these are called on small zeros.
+    """
+    infer = getattr(func, "shapes", None)
+    if infer is not None:
+        return infer(*args, **kwargs)
+    with private_api.no_grad():
+        try:
+            with ms.DeviceCtx("meta"):
+                result = _call_with(func, args, kwargs, _without_memory)
+        except (RuntimeError, TypeError, ValueError) as error:
+            if sum(_num_elements(value) for value in (*args, *kwargs.values())) > _MAX_ELEMENTS_FOR_SHAPES:
+                raise
+            try:
+                result = _call_with(func, args, kwargs, _zeros)
+            except (RuntimeError, TypeError, ValueError) as real:
+                raise type(real)(_first_line(real)) from error
+    results = result if isinstance(result, (tuple, list)) else [result]
+    return [tuple(item.shape) for item in results if isinstance(item, Tensor)]
+
+
+def _call_with(func: Callable[..., Any], args: Any, kwargs: Any, make: Callable[[Any], Any]) -> Any:
+    def replaced(value: Any) -> Any:
+        if type(value) is list or type(value) is tuple:
+            return type(value)([replaced(item) for item in value])
+        return make(value)
+
+    return func(*[replaced(value) for value in args], **{name: replaced(value) for name, value in kwargs.items()})
+
+
+def _without_memory(value: Any) -> Any:
+    if isinstance(value, Tensor) and (isinstance(value, DTensorBase) or value.ndim):
+        return mint.empty(tuple(value.shape), dtype=value.dtype)
+    return value
+
+
+def _zeros(value: Any) -> Any:
+    return tensors.zeros(tuple(value.shape), dtype=value.dtype) if isinstance(value, DTensorBase) else value
+
+
+def _num_elements(value: Any) -> int:
+    if isinstance(value, (tuple, list)):
+        return sum(_num_elements(item) for item in value)
+    number = 1
+    if isinstance(value, DTensorBase):
+        for size in value._global_shape:
+            number *= size
+    return number
+
+
+def _first_line(error: Exception) -> str:
+    """MindSpore's errors go on with the call stack of its C++ code."""
+    return str(error).strip().partition("\n")[0]
+
+
+def depends_on_values(error: Exception) -> bool:
+    """Whether :func:`output_shapes` failed because the shapes follow from values, which tensors without memory lack."""
+    return "meta" in str(error)
+
+
+def silenced(tensor: Any) -> Any:
+    """Zeros that keep ``tensor`` in the graph, with a gradient of zeros."""
+    return tensor.masked_fill(tensors.ones(tuple(tensor.shape), dtype=ms.bool_), 0)

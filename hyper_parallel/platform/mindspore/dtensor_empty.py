@@ -1,0 +1,64 @@
+"""Blocks without elements: what MindSpore's kernels on a CPU leave unset is set to zero here.
+
+Note [Sums over nothing]
+A rank may have no rows of a tensor. A kernel of MindSpore 2.10 on a CPU that is given no elements is not run at all,
+and its result is whatever was in memory before: the sum over no rows, the product of matrices with an empty inner dim,
+and in backward the gradient of a weight from no rows are garbage, without an error. So where a block is empty, sums and
+products are zeros made here, and operators whose results are empty hand zeros back to all their arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mindspore import Tensor
+
+from hyper_parallel.platform.mindspore import private_api, tensors
+
+
+class _Nothing(private_api.Function):
+    """forward: zeros of a shape; backward: zeros for every tensor that was given."""
+
+    @staticmethod
+    def forward(ctx: Any, shape: tuple[int, ...], dtype: Any, *tensors: Any) -> Any:
+        ctx.described = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+        return tensors.zeros(shape, dtype=dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return None, None, *(tensors.zeros(shape, dtype=dtype) for shape, dtype in ctx.described)
+
+
+class _Silent(private_api.Function):
+    """forward: identity; backward: zeros, whatever arrives."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Any) -> Any:
+        return tensor.view(tensor.shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return tensors.zeros(tuple(gradient.shape), dtype=gradient.dtype)
+
+
+def zeros_of(shape: Sequence[int], dtype: Any, *tensors: Any) -> Any:
+    """Zeros that keep the tensors that need a gradient in the graph, with gradients of zeros."""
+    recorded = [tensor for tensor in tensors if isinstance(tensor, Tensor) and private_api.requires_grad(tensor)]
+    if not recorded or not private_api.is_recording():
+        return tensors.zeros(tuple(shape), dtype=dtype)
+    return _Nothing.apply(tuple(shape), dtype, *recorded)
+
+
+def silent(value: Any) -> Any:
+    """The value, with every tensor in it that needs a gradient getting zeros."""
+    if isinstance(value, Tensor):
+        needed = value.numel() and private_api.is_recording() and private_api.requires_grad(value)
+        return _Silent.apply(value) if needed else value
+    if type(value) is list or type(value) is tuple:
+        return type(value)([silent(item) for item in value])
+    return value
+
+
+def has_no_elements(tensor: Any) -> bool:
+    return 0 in tensor.shape

@@ -1,0 +1,172 @@
+"""Where operators on DTensors are noticed: ``__fallback__``, and the methods and functions that never get there.
+
+Note [What __fallback__ does not see]
+MindSpore asks for ``__fallback__`` when an argument of an operator is of a subclass. It does not look into lists of old
+primitives (``ops.stack``), indexing goes its own way, some questions are answered by the C++ tensor, and a method of a
+plain tensor looks at the plain tensor only. For these there are methods of DTensor, wrappers of the few functions, and
+a ``__fallback__`` of plain tensors, which MindSpore asks only where a DTensor is the other operand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from mindspore import Parameter, Tensor, ops
+
+from hyper_parallel.platform.mindspore import dtensor_names, private_api
+from hyper_parallel.platform.mindspore.dtensor_base import DTensorBase, as_dtensor, local_alias, plain_kind
+from hyper_parallel.platform.mindspore.dtensor_names import NEUTRAL, Composed, neutral_call, passed_on
+from hyper_parallel.platform.mindspore.dtensor_ops import clone, copy_
+from hyper_parallel.platform.mindspore.tensors import full_like, own_copy
+
+_intercept: Callable[..., Any]
+
+
+def set_dispatcher(intercept: Callable[..., Any]) -> None:
+    """Let ``intercept(kind, func, types, args, kwargs)`` answer every operator that meets a DTensor."""
+    global _intercept
+    _intercept = intercept
+    dtensor_names.dispatch = _dispatch
+
+
+def _dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _intercept(None, func, (), args, kwargs)
+
+
+def _meet(self: Any, func: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """MindSpore calls this for an operator ``func`` of which a DTensor is an argument."""
+    try:
+        func, args, kwargs = neutral_call(func, args, kwargs)
+        if type(func) is Composed:
+            return func.body(*args, **kwargs)
+        return _intercept(None, func, (), args, kwargs)
+    except Exception:
+        private_api.start_recording()  # MindSpore stops recording when an operator fails
+        raise
+
+
+def _meet_plain(self: Any, func: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """The same where the method of a plain tensor, or an operator on a plain parameter, was called."""
+    given = args[2] if args and isinstance(args[0], ops.Primitive) else args
+    if _has_dtensor(given) or (kwargs and _has_dtensor(kwargs.values())):
+        return _meet(self, func, args, kwargs)
+    with private_api.NoFallbackGuard():
+        return func(*args, **(kwargs or {}))
+
+
+def _has_dtensor(values: Any) -> bool:
+    for value in values:
+        if isinstance(value, DTensorBase) or (type(value) in (list, tuple) and _has_dtensor(value)):
+            return True
+    return False
+
+
+def _getitem(self: Any, index: Any) -> Any:
+    return _intercept(None, NEUTRAL["getitem"], (), (self, index), {})
+
+
+def _setitem(self: Any, index: Any, value: Any) -> None:
+    _intercept(None, _SETITEM, (), (self, index, value), {})
+    self.written()
+
+
+def _set_block(input: Any, index: Any, value: Any) -> None:
+    """``input[index] = value``, by ``copy_``: MindSpore's own assignment forgets how often a tensor was written to."""
+    changed = clone(input)
+    changed[index] = value
+    copy_(input, changed)
+
+
+_SETITEM = passed_on("setitem", _set_block)
+
+
+def _iterate(self: Any) -> Any:
+    if not self.shape:
+        raise TypeError("iteration over a 0-d tensor")
+    return iter(_intercept(None, NEUTRAL["unbind"], (), (self, 0), {}))
+
+
+def _of_whole(name: str) -> Callable[..., Any]:
+    """Questions with a plain answer: every rank asks the whole values."""
+    plain = getattr(Tensor, name)
+
+    def ask(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return plain(self.full_tensor(), *args, **kwargs)
+
+    ask.__name__ = name
+    return ask
+
+
+def _contiguous(self: Any) -> Any:
+    return self
+
+
+def _type_as(self: Any, other: Any) -> Any:
+    return self.to(other.dtype)
+
+
+def _clone(self: Any, init: Any = "same") -> Any:
+    """The values in other memory; of a parameter, as MindSpore's optimizers ask for it, another parameter.
+
+    ``init`` of a parameter's clone is "same", "zeros", "ones" or a number.
+    """
+    if not isinstance(self, Parameter):
+        return _intercept(None, NEUTRAL["clone"], (), (self,), {})
+    block = local_alias(self)
+    if init == "same":
+        made = own_copy(block)
+    elif init in ("zeros", "ones") or isinstance(init, (int, float)):
+        made = full_like(block, {"zeros": 0, "ones": 1}.get(init, init))
+    else:
+        raise TypeError(
+            f"clone of the distributed parameter {self.name}: init must be 'same', 'zeros', 'ones' or a number, got "
+            f"{init!r}"
+        )
+    tensor = as_dtensor(plain_kind(type(self)), made, self._layout, self._global_shape)
+    return Parameter(tensor, name=self.name, requires_grad=self.requires_grad)
+
+
+for _name, _method in {
+    "__fallback__": _meet,
+    "__getitem__": _getitem,
+    "__setitem__": _setitem,
+    "__iter__": _iterate,
+    "contiguous": _contiguous,
+    "type_as": _type_as,
+    "clone": _clone,
+}.items():
+    setattr(DTensorBase, _name, _method)
+for _name in ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__contains__", "__array__"):
+    if hasattr(Tensor, _name):
+        setattr(DTensorBase, _name, _of_whole(_name))
+
+Tensor.__fallback__ = _meet_plain
+
+
+def _wrap_stacking(primitive: type, neutral: Callable[..., Any]) -> None:
+    """Old primitives that take a list of tensors."""
+    plain = primitive.__call__
+
+    def call(self: Any, *args: Any) -> Any:
+        values = args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
+        if _has_dtensor(values):
+            return neutral(self, list(values))
+        return plain(self, *args)
+
+    primitive.__call__ = call
+
+
+def _stack(primitive: Any, tensors: list[Any]) -> Any:
+    return _intercept(None, NEUTRAL["stack"], (), (tensors, primitive.axis), {})
+
+
+def _add_all(primitive: Any, tensors: list[Any]) -> Any:
+    total = tensors[0]
+    for tensor in tensors[1:]:
+        total = total + tensor
+    return total
+
+
+_wrap_stacking(ops.Stack, _stack)
+_wrap_stacking(ops.AddN, _add_all)

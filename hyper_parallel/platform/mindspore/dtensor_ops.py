@@ -1,0 +1,482 @@
+"""The neutral operators: what the rules call an operator, with the rules' names and order of arguments, on blocks.
+
+Every function here is one operator of the rule table, spelled as the rules read it (``dim``, ``keepdim``), and computed
+by functions of MindSpore that have a kernel on a CPU as well as on Ascend. MindSpore's own operators whose arguments
+agree with the rules' already are not repeated here: they are passed on as they came (:mod:`dtensor_names`).
+"""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mindspore as ms
+from mindspore import mint, ops
+
+from hyper_parallel.platform.mindspore import memory, private_api, tensors
+from hyper_parallel.platform.mindspore.dtensor_empty import zeros_of
+from hyper_parallel.platform.mindspore.start import on_ascend
+
+NEUTRAL: dict[str, Callable[..., Any]] = {}
+
+
+def _neutral(function: Callable[..., Any]) -> Callable[..., Any]:
+    NEUTRAL[function.__name__] = function
+    return function
+
+
+def _dims(dim: Any) -> Any:
+    return None if dim is None or (isinstance(dim, (tuple, list)) and not dim) else dim
+
+
+# ---------------------------------------------------------------- reductions
+
+
+@_neutral
+def sum(input: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
+    if 0 in input.shape:
+        return _sum_of_nothing(input, _dims(dim), keepdim, dtype)
+    return mint.sum(input, _dims(dim), keepdim, dtype=dtype)
+
+
+def _sum_of_nothing(input: Any, dim: Any, keepdim: bool, dtype: Any) -> Any:
+    """See Note [Sums over nothing] in ``dtensor_empty.py``."""
+    listed = range(input.ndim) if dim is None else dim if isinstance(dim, (tuple, list)) else (dim,)
+    dims = {one % input.ndim for one in listed}
+    shape = [1 if one in dims else size for one, size in enumerate(input.shape) if keepdim or one not in dims]
+    if dtype is None:
+        dtype = input.dtype if "Float" in str(input.dtype) or "Complex" in str(input.dtype) else ms.int64
+    return zeros_of(shape, dtype, input)
+
+
+@_neutral
+def mean(input: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
+    return mint.mean(input, _dims(dim), keepdim, dtype=dtype)
+
+
+@_neutral
+def prod(input: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
+    return mint.prod(input, dim, keepdim, dtype=dtype) if dim is not None else mint.prod(input, dtype=dtype)
+
+
+@_neutral
+def max(input: Any, dim: Any = None, keepdim: bool = False) -> Any:
+    return mint.max(input) if dim is None else mint.max(input, dim, keepdim)
+
+
+@_neutral
+def min(input: Any, dim: Any = None, keepdim: bool = False) -> Any:
+    return mint.min(input) if dim is None else mint.min(input, dim, keepdim)
+
+
+@_neutral
+def amax(input: Any, dim: Any = None, keepdim: bool = False) -> Any:
+    return mint.amax(input, () if dim is None else dim, keepdim)
+
+
+@_neutral
+def amin(input: Any, dim: Any = None, keepdim: bool = False) -> Any:
+    return mint.amin(input, () if dim is None else dim, keepdim)
+
+
+@_neutral
+def argmax(input: Any, dim: Any = None, keepdim: bool = False) -> Any:
+    return ops.argmax(input, dim, keepdim)
+
+
+@_neutral
+def argmin(input: Any, dim: Any = None, keepdim: bool = False) -> Any:
+    return ops.argmin(input, dim, keepdim)
+
+
+@_neutral
+def any(input: Any, dim: Any = None, keepdim: bool = False) -> Any:
+    return ops.any(input, dim, keepdim)
+
+
+@_neutral
+def all(input: Any, dim: Any = None, keepdim: bool = False) -> Any:
+    return ops.all(input, dim, keepdim)
+
+
+@_neutral
+def std(input: Any, dim: Any = None, unbiased: bool = True, keepdim: bool = False) -> Any:
+    return std_mean(input, dim, unbiased, keepdim)[0]
+
+
+@_neutral
+def var(input: Any, dim: Any = None, unbiased: bool = True, keepdim: bool = False) -> Any:
+    dims = tuple(range(input.ndim)) if _dims(dim) is None else dim
+    deviations = input - mint.mean(input, dims, True)
+    count = input.numel() // builtins.max(1, mint.sum(input, dims).numel())
+    return mint.sum(deviations * deviations, dims, keepdim) / (count - int(unbiased))
+
+
+@_neutral
+def std_mean(input: Any, dim: Any = None, unbiased: bool = True, keepdim: bool = False) -> Any:
+    dims = tuple(range(input.ndim)) if _dims(dim) is None else dim
+    return mint.sqrt(var(input, dims, unbiased, keepdim)), mint.mean(input, dims, keepdim)
+
+
+@_neutral
+def logsumexp(input: Any, dim: Any, keepdim: bool = False) -> Any:
+    return ops.logsumexp(input, dim, keepdim)
+
+
+@_neutral
+def softmax(input: Any, dim: Any, dtype: Any = None) -> Any:
+    return ops.softmax(input if dtype is None else input.to(dtype), dim)
+
+
+@_neutral
+def log_softmax(input: Any, dim: Any, dtype: Any = None) -> Any:
+    return ops.log_softmax(input if dtype is None else input.to(dtype), dim)
+
+
+@_neutral
+def cumsum(input: Any, dim: int, dtype: Any = None) -> Any:
+    if 0 in input.shape:
+        return input * 1
+    result = ops.cumsum(input, dim)
+    return result if dtype is None else result.to(dtype)
+
+
+@_neutral
+def cumprod(input: Any, dim: int) -> Any:
+    return ops.cumprod(input, dim)
+
+
+@_neutral
+def sort(input: Any, dim: int = -1, descending: bool = False) -> Any:
+    return ops.sort(input, dim, descending)
+
+
+@_neutral
+def argsort(input: Any, dim: int = -1, descending: bool = False) -> Any:
+    return ops.argsort(input, dim, descending)
+
+
+@_neutral
+def topk(input: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
+    return ops.topk(input, k, dim, largest, sorted)
+
+
+# ---------------------------------------------------------------- products
+
+
+@_neutral
+def matmul(input: Any, other: Any) -> Any:
+    if input.shape[-1] == 0 or 0 in input.shape or 0 in other.shape:
+        return _product_of_nothing(input, other)
+    return mint.matmul(input, other)
+
+
+def _product_of_nothing(input: Any, other: Any) -> Any:
+    """The same, with an empty dim somewhere."""
+    left, right = tuple(input.shape), tuple(other.shape)
+    batch = [builtins.max(sizes) if 0 not in sizes else 0 for sizes in _aligned(left[:-2], right[:-2])]
+    rows = left[-2:-1] if len(left) > 1 else ()
+    columns = right[-1:] if len(right) > 1 else ()
+    return zeros_of((*batch, *rows, *columns), input.dtype, input, other)
+
+
+def _aligned(first: Sequence[int], second: Sequence[int]) -> list[tuple[int, int]]:
+    longest = builtins.max(len(first), len(second))
+    padded = [(1,) * (longest - len(shape)) + tuple(shape) for shape in (first, second)]
+    return list(zip(*padded, strict=True))
+
+
+@_neutral
+def bmm(input: Any, other: Any) -> Any:
+    return matmul(input, other) if 0 in input.shape or 0 in other.shape else mint.bmm(input, other)
+
+
+@_neutral
+def linear(input: Any, weight: Any, bias: Any = None) -> Any:
+    if 0 in input.shape or 0 in weight.shape:
+        product = zeros_of((*input.shape[:-1], *weight.shape[:-1]), input.dtype, input, weight)
+        if bias is None:
+            return product
+        return zeros_of(product.shape, input.dtype, input, weight, bias) if 0 in product.shape else product + bias
+    return mint.nn.functional.linear(input, weight, bias)
+
+
+# ---------------------------------------------------------------- shapes
+
+
+@_neutral
+def reshape(input: Any, *shape: Any) -> Any:
+    return ops.reshape(input, tuple(shape[0]) if isinstance(shape[0], (tuple, list)) else shape)
+
+
+@_neutral
+def flatten(input: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
+    return mint.flatten(input, start_dim, end_dim)
+
+
+@_neutral
+def permute(input: Any, *dims: Any) -> Any:
+    return ops.transpose(input, tuple(dims[0]) if isinstance(dims[0], (tuple, list)) else dims)
+
+
+@_neutral
+def transpose(input: Any, dim0: int, dim1: int) -> Any:
+    order = list(range(input.ndim))
+    order[dim0], order[dim1] = order[dim1], order[dim0]
+    return ops.transpose(input, tuple(order))
+
+
+@_neutral
+def unsqueeze(input: Any, dim: int) -> Any:
+    return ops.expand_dims(input, dim)
+
+
+@_neutral
+def squeeze(input: Any, *dim: Any) -> Any:
+    return ops.squeeze(input, *dim)
+
+
+@_neutral
+def expand(input: Any, *sizes: Any) -> Any:
+    wanted = tuple(sizes[0]) if isinstance(sizes[0], (tuple, list)) else sizes
+    return ops.broadcast_to(input, wanted)
+
+
+@_neutral
+def tile(input: Any, repeats: Sequence[int]) -> Any:
+    if 0 not in input.shape:
+        return ops.tile(input, tuple(repeats))
+    sizes = _aligned(input.shape, tuple(repeats))
+    return zeros_of([size * times for size, times in sizes], input.dtype, input)
+
+
+@_neutral
+def cat(tensors: Sequence[Any], dim: int = 0) -> Any:
+    return mint.cat(list(tensors), dim)
+
+
+@_neutral
+def stack(tensors: Sequence[Any], dim: int = 0) -> Any:
+    return ops.stack(list(tensors), dim)
+
+
+@_neutral
+def split(input: Any, sections: Any, dim: int = 0) -> Any:
+    return tuple(mint.split(input, sections, dim))
+
+
+@_neutral
+def chunk(input: Any, chunks: int, dim: int = 0) -> Any:
+    return tuple(mint.chunk(input, chunks, dim))
+
+
+@_neutral
+def unbind(input: Any, dim: int = 0) -> Any:
+    dim %= input.ndim
+    shape = (*input.shape[:dim], *input.shape[dim + 1 :])
+    return tuple(ops.reshape(one, shape) for one in mint.split(input, 1, dim))
+
+
+@_neutral
+def narrow(input: Any, dim: int, start: int, length: int) -> Any:
+    if start == 0 and length == input.shape[dim]:
+        return input
+    index = [slice(None)] * input.ndim
+    index[dim] = slice(start, start + length)
+    return getitem(input, tuple(index))
+
+
+@_neutral
+def flip(input: Any, *dims: Any) -> Any:
+    return mint.flip(input, tuple(dims[0]) if isinstance(dims[0], (tuple, list)) else dims)
+
+
+@_neutral
+def tril(input: Any, diagonal: int = 0) -> Any:
+    return input if 0 in input.shape else ops.tril(input, diagonal)
+
+
+@_neutral
+def triu(input: Any, diagonal: int = 0) -> Any:
+    return input if 0 in input.shape else ops.triu(input, diagonal)
+
+
+@_neutral
+def diagonal(input: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
+    return ops.diagonal(input, offset, dim1, dim2)
+
+
+@_neutral
+def pad(input: Any, pad: Sequence[int], mode: str = "constant", value: Any = None) -> Any:
+    return ops.pad(input, tuple(pad), mode, value)
+
+
+# ---------------------------------------------------------------- reading and writing by position
+
+
+@_neutral
+def getitem(input: Any, index: Any) -> Any:
+    """``input[index]``. Ranges without elements are made of zeros: their gradient has no kernel on a CPU."""
+    entries = index if isinstance(index, tuple) else (index,)
+    if builtins.any(isinstance(entry, slice) for entry in entries) and _is_empty_range(input.shape, entries):
+        with private_api.no_grad():
+            shape = tuple(input[index].shape)
+        return zeros_of(shape, input.dtype, input)
+    return input[index]
+
+
+def _dim_of(shape: Sequence[int], entries: tuple[Any, ...], place: int) -> int:
+    taken = [entry for entry in entries if entry is not None and entry is not Ellipsis]
+    dim = builtins.sum(1 for entry in entries[:place] if entry is not None and entry is not Ellipsis)
+    if builtins.any(entry is Ellipsis for entry in entries[:place]):
+        dim += len(shape) - len(taken)
+    return dim
+
+
+def _takes_nothing(shape: Sequence[int], entries: tuple[Any, ...], place: int) -> bool:
+    entry = entries[place]
+    return isinstance(entry, slice) and not len(range(*entry.indices(shape[_dim_of(shape, entries, place)])))
+
+
+def _is_empty_range(shape: Sequence[int], entries: tuple[Any, ...]) -> bool:
+    return builtins.any(_takes_nothing(shape, entries, place) for place in range(len(entries)))
+
+
+def _nothing_of(tensor: Any, shape: tuple[int, ...]) -> Any:
+    """A tensor without elements that keeps ``tensor`` in the graph."""
+    return zeros_of(shape, tensor.dtype, tensor)
+
+
+@_neutral
+def index_select(input: Any, dim: int, index: Any) -> Any:
+    if 0 in index.shape:
+        dim %= input.ndim
+        return _nothing_of(input, (*input.shape[:dim], 0, *input.shape[dim + 1 :]))
+    return ops.gather(input, index, dim)
+
+
+@_neutral
+def embedding(weight: Any, indices: Any, padding_idx: int | None = None) -> Any:
+    if 0 in indices.shape or 0 in weight.shape:
+        return zeros_of((*indices.shape, weight.shape[1]), weight.dtype, weight)
+    return ops.gather(weight, indices, 0)
+
+
+@_neutral
+def gather(input: Any, dim: int, index: Any) -> Any:
+    return mint.gather(input, dim, index)
+
+
+@_neutral
+def one_hot(input: Any, num_classes: int = -1) -> Any:
+    return ops.one_hot(input, num_classes)
+
+
+# ---------------------------------------------------------------- writing in place
+# MindSpore's own in-place operators do not change a tensor on a CPU. ``copy_`` does and is recorded, but a leaf that is
+# written by it without being recorded is a leaf no longer; so such a write goes into the memory itself.
+
+
+@_neutral
+def copy_(input: Any, src: Any) -> Any:
+    if private_api.is_recording() or on_ascend():
+        return input.copy_(src)
+    values = src if src.dtype == input.dtype else src.to(input.dtype)
+    if tuple(values.shape) != tuple(input.shape):
+        values = ops.broadcast_to(values, tuple(input.shape))
+    memory.copy_into(input, memory.memory_of(values))
+    return input
+
+
+@_neutral
+def zero_(input: Any) -> Any:
+    return copy_(input, ops.zeros_like(input))
+
+
+@_neutral
+def fill_(input: Any, value: Any) -> Any:
+    return copy_(input, ops.zeros_like(input) + value)
+
+
+def in_place(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The form of an operator that writes its result into its first argument."""
+
+    def write(input: Any, *args: Any, **kwargs: Any) -> Any:
+        result = function(input, *args, **kwargs)
+        return copy_(input, result if result.dtype == input.dtype else result.to(input.dtype))
+
+    write.__name__ = name
+    return write
+
+
+for _name, _function in {
+    "add_": lambda x, y, alpha=1: x + (y if alpha == 1 else y * alpha),
+    "sub_": lambda x, y, alpha=1: x - (y if alpha == 1 else y * alpha),
+    "mul_": lambda x, y: x * y,
+    "div_": lambda x, y: x / y,
+    "exp_": mint.exp,
+    "sqrt_": mint.sqrt,
+    "neg_": mint.neg,
+    "relu_": mint.nn.functional.relu,
+    "clamp_": mint.clamp,
+    "masked_fill_": lambda x, mask, value: x.masked_fill(mask, value),
+}.items():
+    NEUTRAL[_name] = in_place(_name, _function)
+
+
+# ---------------------------------------------------------------- layers
+
+
+@_neutral
+def layer_norm(
+    input: Any, normalized_shape: Sequence[int], weight: Any = None, bias: Any = None, eps: float = 1e-5
+) -> Any:
+    """The normalised values only; MindSpore's kernel refuses tensors without elements."""
+    first = input.ndim - len(normalized_shape)
+    if 0 in input.shape:
+        return zeros_of(input.shape, input.dtype, input, weight, bias)
+    shape = tuple(normalized_shape)
+    weight = ops.ones(shape, input.dtype) if weight is None else weight
+    bias = ops.zeros(shape, input.dtype) if bias is None else bias
+    return ops.LayerNorm(first, first, eps)(input, weight, bias)[0]
+
+
+@_neutral
+def contiguous(input: Any) -> Any:
+    return input.contiguous()
+
+
+@_neutral
+def clone(input: Any) -> Any:
+    return ops.logical_or(input, input) if input.dtype == ms.bool_ else input * 1
+
+
+@_neutral
+def zeros_like(input: Any, dtype: Any = None) -> Any:
+    return tensors.zeros(tuple(input.shape), dtype=dtype or input.dtype)
+
+
+@_neutral
+def ones_like(input: Any, dtype: Any = None) -> Any:
+    return tensors.ones(tuple(input.shape), dtype=dtype or input.dtype)
+
+
+@_neutral
+def full_like(input: Any, fill_value: Any, dtype: Any = None) -> Any:
+    return ops.full(tuple(input.shape), fill_value, dtype=dtype or input.dtype)
+
+
+@_neutral
+def new_zeros(input: Any, size: Any, dtype: Any = None) -> Any:
+    return tensors.zeros(tuple(size), dtype=dtype or input.dtype)
+
+
+@_neutral
+def new_ones(input: Any, size: Any, dtype: Any = None) -> Any:
+    return tensors.ones(tuple(size), dtype=dtype or input.dtype)
+
+
+@_neutral
+def detach(input: Any) -> Any:
+    return input.data
