@@ -130,14 +130,24 @@ def measure_state(
 
     for number in range(rounds):
         mine, other = directory / f"ours-{number}", directory / f"torch-{number}"
-        state = our_state(count, shape, 0, fill=True)
-        note("ours", "save", lambda state=state, mine=mine: checkpoint.save(state, checkpoint_id=mine))
-        blocks = [tensor.to_local() for tensor in state.values()]
-        note("raw", "save", lambda blocks=blocks: raw_write(directory, rank, blocks))
-        del state, blocks
-        state = their_state(count, shape, 0, fill=True)
-        note("torch", "save", lambda state=state, other=other: dcp.save(state, checkpoint_id=other))
-        del state
+
+        def save_ours(mine: Path = mine) -> None:
+            state = our_state(count, shape, 0, fill=True)
+            note("ours", "save", lambda: checkpoint.save(state, checkpoint_id=mine))
+
+        def save_theirs(other: Path = other) -> None:
+            state = their_state(count, shape, 0, fill=True)
+            note("torch", "save", lambda: dcp.save(state, checkpoint_id=other))
+
+        def save_raw() -> None:
+            blocks = [tensor.to_local() for tensor in our_state(count, shape, 0, fill=True).values()]
+            note("raw", "save", lambda: raw_write(directory, rank, blocks))
+
+        # In turn, so that nobody always comes after the same one.
+        saves = [save_ours, save_theirs, save_raw]
+        for save in saves[number % 3 :] + saves[: number % 3]:
+            save()
+            os.sync()
         for what, dim in (("load", 0), ("load, other layout", 1)):
             state = our_state(count, shape, dim, fill=False)
             note("ours", what, lambda state=state, mine=mine: checkpoint.load(state, checkpoint_id=mine))

@@ -682,6 +682,7 @@ class Platform(DistributedTensorSupport):
 
         The same memory where that is the host's, else a copy. What numpy knows by itself works without an override.
         """
+        tensor = self.detached(tensor)
         array = self.tensor_to_numpy(tensor)
         size = self.get_element_size(tensor)
         if array.dtype.itemsize != size:

@@ -58,11 +58,11 @@ def remove_leftovers(checkpoint: Path) -> list[Path]:
     """
     removed = _remove_from(checkpoint)
     for sister in checkpoint.parent.iterdir():
-        if sister.name != checkpoint.name and sister.is_dir() and not (sister / METADATA_FILE).exists():
-            found = _remove_from(sister)
-            removed += found
-            if found:
-                with contextlib.suppress(OSError):  # Not empty: the rest is not ours.
+        with contextlib.suppress(OSError):  # It may be another user's, gone, or not empty: what is left is not ours.
+            if sister.name != checkpoint.name and sister.is_dir() and not (sister / METADATA_FILE).exists():
+                found = _remove_from(sister)
+                removed += found
+                if found:
                     sister.rmdir()
     return removed
 

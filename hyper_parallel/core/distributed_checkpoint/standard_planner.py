@@ -55,14 +55,14 @@ def spec_of(name: str, leaf: Leaf, verb: str) -> Spec:
     except ValueError as error:
         raise TypeError(f"'{name}': {error}") from None
     if not isinstance(tensor, platform.DTensorBase):
-        return TensorSpec(tuple(tensor.shape), dtype, (), None, bool(tensor.requires_grad))
-    layout = tensor._layout
+        return TensorSpec(tuple(tensor.shape), dtype, (), None, bool(getattr(tensor, "requires_grad", False)))
+    layout = tensor.layout
     if layout.has_partial:
         raise ValueError(
             f"'{name}' has a pending reduction ({layout}), so no rank holds its values; call reduce_partial() on it "
             f"before you {verb}"
         )
-    return TensorSpec(tuple(tensor.shape), dtype, (layout,), None, bool(tensor.requires_grad))
+    return TensorSpec(tuple(tensor.shape), dtype, (layout,), None, bool(getattr(tensor, "requires_grad", False)))
 
 
 def local_box(spec: TensorSpec, rank: int) -> Box:
