@@ -14,10 +14,11 @@ import random
 import traceback
 import warnings
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy
 import torch
@@ -79,7 +80,17 @@ def check_ops(
     os.environ["PYTORCH_TEST_WITH_SLOW"] = "0"
     mesh = hp.init_device_mesh("cpu", mesh_shape)
     infos = op_infos()
-    return [_check(infos[index], mesh, seed, num_samples) for index in indices]
+    with _quick_seeds():
+        return [_check(infos[index], mesh, seed, num_samples) for index in indices]
+
+
+@contextmanager
+def _quick_seeds() -> Iterator[None]:
+    """The database seeds for every sample, and PyTorch notes each seed, with a stack, for devices that may come."""
+    with ExitStack() as stack:
+        for device in (torch.cuda, torch.xpu):
+            stack.enter_context(mock.patch.object(device, "manual_seed_all"))
+        yield
 
 
 def _check(info: Any, mesh: Any, seed: int, num_samples: int) -> Outcome:

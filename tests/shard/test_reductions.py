@@ -256,3 +256,27 @@ def test_messages() -> None:
     empty = hp.distribute_tensor(tensor(0, 3), mesh, [hp.Shard(0)])
     with pytest.raises(RuntimeError, match="amax on distributed tensors of global shape"):
         empty.amax(0)
+
+
+@run_on_ranks(2)
+def test_masked_reductions_and_plain_masks() -> None:
+    mesh = hp.init_device_mesh("cpu", (2,))
+    plain, mask = tensor(5, 4).requires_grad_(), tensor(5, 4, seed=1) > 0
+    for name in ("mean", "var", "std", "sum", "amax", "median", "logsumexp", "softmax", "norm"):
+        function = getattr(torch.masked, name)
+        arguments = (2.0, 1) if name == "norm" else (1,)
+        for given in (None, mask):
+            expected = function(plain, *arguments, mask=given)
+            (want,) = torch.autograd.grad(expected.nan_to_num().square().sum(), plain)
+            for placement in (hp.Shard(0), hp.Shard(1), hp.Replicate()):
+                x = hp.distribute_tensor(plain.detach().clone().requires_grad_(), mesh, [placement])
+                ours = function(
+                    x, *arguments, mask=None if given is None else hp.distribute_tensor(given, mesh, [placement])
+                )
+                torch.testing.assert_close(ours.full_tensor(), expected, equal_nan=True)
+                (gradient,) = torch.autograd.grad(ours.nan_to_num().square().sum(), x)
+                torch.testing.assert_close(gradient.full_tensor(), want, equal_nan=True)
+    with pytest.raises(
+        RuntimeError, match=r"torch\.masked\.mean: a plain tensor of shape \(5, 4\) meets a distributed"
+    ):
+        torch.masked.mean(x, 1, mask=mask)

@@ -109,3 +109,6 @@ def same_mesh(name: str, mesh: DeviceMesh | None, tensor: DTensor) -> DeviceMesh
             f"{name}: the tensors lie on different meshes, {mesh} and {tensor.device_mesh}; redistribute one of them"
         )
     return tensor.device_mesh
+
+
+_platform.take_masked_functions(implicit_replication, refuse_plain)

@@ -24,6 +24,7 @@ from hyper_parallel.platform.torch import (
     groups,
     local_calls,
     local_ops_reductions,
+    masked_functions,
     micro_batch,
     modules,
     optimizer_state,
@@ -232,6 +233,7 @@ class TorchPlatform(Platform):
     carry_random_state = staticmethod(random_state.carry_random_state)
     counting_versions = staticmethod(dtensor_support.counting_versions)
     owns_memory = staticmethod(dtensor_support.owns_memory)
+    take_masked_functions = staticmethod(masked_functions.take_masked_functions)
     view_ops = staticmethod(view_facts.view_ops)
     version_of = staticmethod(view_facts.version_of)
     recording = staticmethod(torch.enable_grad)

@@ -7,8 +7,10 @@ when labels are smoothed, the sum of its logits.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
+from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.shard.rule_table import rule
 from hyper_parallel.core.shard.rules.cut_letters import (
     all_reduced,
@@ -22,6 +24,7 @@ from hyper_parallel.core.shard.rules.cut_letters import (
     varied,
 )
 from hyper_parallel.core.shard.rules.losses import loss_signature
+from hyper_parallel.core.shard.rules.positions import check_positions
 from hyper_parallel.core.shard.rules.softmax import cut_logsumexp
 from hyper_parallel.core.shard.signature import Labels, LocalCall, OpCall, Signature, TensorSpec, letters
 from hyper_parallel.platform import get_platform
@@ -128,21 +131,22 @@ class _CutRows:
             raise RuntimeError("cross entropy has no gradient with respect to weight; give it weight.detach()")
         target = given["target"].long()
         self.ignored = target == given["ignore_index"]
-        self._check(target, given["ignore_index"])
+        check_positions(call, target.masked_fill(self.ignored, 0), *self._bounds(call, given))
         own = target - offsets[class_dim]
         self.is_elsewhere = ((own < 0) | (own >= self.num_here) | self.ignored).unsqueeze(class_dim)
         self.own = own.clamp(0, max(self.num_here - 1, 0)).unsqueeze(class_dim)
 
-    def _check(self, target: Any, ignore_index: int) -> None:
-        # On an accelerator the question would wait for the device; there such a row gives what its weight gives.
-        if target.device.type != "cpu":
-            return
-        wrong = ((target < 0) | (target >= self.num_classes)) & self.ignored.logical_not()
-        if bool(wrong.any()):
-            raise IndexError(
-                f"cross entropy: the target {int(target[wrong].reshape(-1)[0])} is not one of the {self.num_classes} "
-                f"classes; targets are 0 to {self.num_classes - 1}, or ignore_index ({ignore_index})"
+    def _bounds(self, call: LocalCall, given: dict[str, Any]) -> tuple[Layout, int, int, Callable[[int], Exception]]:
+        """How the targets lie, the range they must be in, and the error where one is not."""
+        num_classes, ignore_index = self.num_classes, given["ignore_index"]
+
+        def error(target: int) -> Exception:
+            return IndexError(
+                f"cross entropy: the target {target} is not one of the {num_classes} classes; targets are 0 to "
+                f"{num_classes - 1}, or ignore_index ({ignore_index})"
             )
+
+        return call.inputs[1], 0, num_classes, error
 
     def at_target(self, scores: Any) -> Any:
         """The scores of the targets that are here, zeros for the others; the class dim is kept."""

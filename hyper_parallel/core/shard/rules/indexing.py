@@ -27,6 +27,7 @@ from hyper_parallel.core.shard.rules.index_entries import (
     rows_here,
     with_spare_row,
 )
+from hyper_parallel.core.shard.rules.positions import with_checked_positions
 from hyper_parallel.core.shard.rules.views import ALONE
 from hyper_parallel.core.shard.signature import (
     Labels,
@@ -110,13 +111,18 @@ def getitem(call: OpCall) -> Signature | None:
     def read(local: LocalCall) -> Any:
         return _read(local, [(dim, positions[dim]) for dim in found.picked])
 
-    return Signature(
+    reading = Signature(
         (tuple(found.inputs), *index_labels),
         (tuple(found.output),),
         reduces=found.reduces,
         linear=ALONE,
         local=read if found.picked or found.tensors else None,
     )
+    given = [item for item in found.tensors if isinstance(item.value, TensorSpec)]
+    for number, item in enumerate(given, 1):
+        size = spec.shape[item.dim]
+        reading = with_checked_positions(reading, "getitem", number, item.dim, size, wraps=True)
+    return reading
 
 
 def _index_labels(spec: TensorSpec, found: _Reading) -> tuple[tuple[Labels, ...], Labels]:

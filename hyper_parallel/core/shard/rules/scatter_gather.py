@@ -8,11 +8,13 @@ meant for others goes into a spare row that is thrown away.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 from hyper_parallel.core.shard.rule_table import rule
 from hyper_parallel.core.shard.rules.index_entries import can_be_pending, rows_here, with_spare_row
+from hyper_parallel.core.shard.rules.positions import with_checked_positions
 from hyper_parallel.core.shard.rules.views import ALONE
 from hyper_parallel.core.shard.signature import Labels, LocalCall, OpCall, Signature, TensorSpec, letters, without
 from hyper_parallel.platform import get_platform
@@ -78,7 +80,8 @@ def index_select(call: OpCall) -> Signature | None:
 
         return _read_rows(here, dim, given["input"], given["index"], read)
 
-    return Signature((source, positions), (output,), reduces, linear=ALONE, local=local if reduces else None)
+    found = Signature((source, positions), (output,), reduces, linear=ALONE, local=local if reduces else None)
+    return with_checked_positions(found, call.name, 1, dim, spec.shape[dim])
 
 
 @rule("gather", by_dtype=True)
@@ -129,11 +132,17 @@ def _gather(call: OpCall, spec: TensorSpec, index: TensorSpec, dim: int, names: 
             rows = here.func(block, index, dim) if stretches else here.func(block, dim, index)
             return rows, index.shape
 
-        return _read_rows(here, dim, given["input"], given[names[names.index("dim") % 2 + 1]], read)
+        asked = given[names[names.index("dim") % 2 + 1]]
+        if stretches and spec.shape[dim]:
+            asked = asked % spec.shape[dim]  # the framework counts on from the start
+        return _read_rows(here, dim, given["input"], asked, read)
 
-    return Signature(
+    found = Signature(
         (tuple(source), tuple(positions)), (tuple(result),), reduces, linear=ALONE, local=local if reduces else None
     )
+    if stretches:
+        return found
+    return with_checked_positions(found, call.name, 1, dim, spec.shape[dim], kind=RuntimeError)
 
 
 @rule("take")
@@ -142,7 +151,9 @@ def take(call: OpCall) -> Signature | None:
     if len(call.tensors) != 2:
         return None
     index = letters(call.tensors[1].ndim)
-    return Signature(((None,) * call.tensors[0].ndim, index), (index,), linear=ALONE)
+    shape = call.tensors[0].shape
+    found = Signature(((None,) * len(shape), index), (index,), linear=ALONE)
+    return with_checked_positions(found, "take", 1, 0, math.prod(shape), wraps=True)
 
 
 @rule("embedding", by_dtype=True)
@@ -169,7 +180,8 @@ def embedding(call: OpCall) -> Signature | None:
 
     linear = (frozenset({place}),)
     needed = local if table.layout.cuts[0] or bound.get("sparse") else None
-    return Signature(inputs, ((*positions, "h"),), reduces, linear=linear, local=needed)
+    found = Signature(inputs, ((*positions, "h"),), reduces, linear=linear, local=needed)
+    return with_checked_positions(found, call.name, 1 - place, 0, table.shape[0], source=place)
 
 
 _EMBEDDING = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
@@ -196,7 +208,10 @@ def _embed(call: LocalCall, names: tuple[str, ...], place: int) -> Any:
 @rule("one_hot")
 def one_hot(call: OpCall) -> Signature:
     labels = letters(call.tensors[0].ndim)
-    return Signature((labels,), ((*labels, None),))
+    found = Signature((labels,), ((*labels, None),))
+    if not labels:
+        return found
+    return with_checked_positions(found, "one_hot: classes", 0, len(labels), call.outputs[0][-1], kind=RuntimeError)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -262,7 +277,11 @@ def _writing(call: OpCall, inputs: list[Labels], dim: int, names: tuple[str, ...
 
     needed = local if call.tensors[0].layout.cuts[dim] else None
     linear = _FIRST_AND_LAST if is_linear else ()
-    return Signature(tuple(inputs), (inputs[0],), linear=linear, local=needed)
+    found = Signature(tuple(inputs), (inputs[0],), linear=linear, local=needed)
+    name = call.name.rstrip("_")
+    kind = RuntimeError if name.startswith("scatter") or name == "index_add" else IndexError
+    size = call.tensors[0].shape[dim]
+    return with_checked_positions(found, call.name, 1, dim, size, kind=kind, wraps=name == "index_fill")
 
 
 def _write_rows(call: LocalCall, dim: int, names: tuple[str, ...]) -> Any:

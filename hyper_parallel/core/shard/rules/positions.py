@@ -1,0 +1,80 @@
+"""Positions outside of a dim: the same error on every rank, also where each rank sees only some of the positions.
+
+Note [Agreeing on bad positions]
+Where every rank has all positions, every rank finds the bad one by itself. Where the positions are cut, one rank would
+raise and the others wait for it in the next collective. So the ranks tell each other their smallest and largest
+position first. On the host only: on an accelerator reading them would wait for the device, whose kernels report bad
+positions on their own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.shard.signature import LocalCall, Signature
+from hyper_parallel.platform import get_platform
+
+_platform = get_platform()
+
+
+def check_positions(
+    call: LocalCall, index: Any, layout: Layout, low: int, high: int, error: Callable[[int], Exception]
+) -> None:
+    """Raise ``error(position)`` on all ranks if a position, of a block under ``layout``, is not in [low, high)."""
+    if index.device.type != "cpu":
+        return
+    smallest, largest = (int(index.min()), int(index.max())) if index.numel() else (low, low)
+    axes = tuple(sorted({axis for cut in layout.cuts for axis in cut if call.mesh.shape[axis] > 1}))
+    if axes:
+        ends = _platform.index_tensor([[-smallest, largest]], call.mesh.device_type)
+        _platform.all_reduce(ends, call.mesh.get_group(axes), op="max")
+        ((negated, largest),) = ends.tolist()
+        smallest = -negated
+    if smallest < low or largest >= high:
+        raise error(smallest if smallest < low else largest)
+
+
+def with_checked_positions(
+    signature: Signature,
+    name: str,
+    number: int,
+    dim: int,
+    size: int,
+    *,
+    kind: type[Exception] = IndexError,
+    wraps: bool = False,
+    source: int = 0,
+) -> Signature:
+    """The signature of an operator whose input ``number`` has positions in dim ``dim`` of input ``source``.
+
+    ``wraps``: negative positions count from the end. ``kind`` is the error that the operator raises on one device.
+    """
+    inner, needed = signature.local, signature.needs_local
+
+    def error(position: int) -> Exception:
+        return kind(f"{name}: index {position} is out of bounds for dimension {dim} with size {size}")
+
+    def local(call: LocalCall) -> Any:
+        index = _tensors((call.args, tuple(call.kwargs.values())))[number]
+        check_positions(call, index, call.inputs[number], -size if wraps else 0, size, error)
+        if inner is not None and (needed is None or needed(call)):
+            return inner(call)
+        target = call.args if call.written is None else (call.written, *call.args[1:])
+        return call.func(*target, **call.kwargs)
+
+    def is_needed(call: LocalCall) -> bool:
+        is_cut = any(call.inputs[number].cuts) or any(call.inputs[source].cuts[dim : dim + 1])
+        return is_cut or (inner is not None and (needed is None or needed(call)))
+
+    return dataclasses.replace(signature, local=local, needs_local=is_needed)
+
+
+def _tensors(tree: Any) -> list[Any]:
+    if _platform.is_tensor(tree):
+        return [tree]
+    if isinstance(tree, (list, tuple)):
+        return [tensor for item in tree for tensor in _tensors(item)]
+    return []

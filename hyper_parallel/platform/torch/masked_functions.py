@@ -1,0 +1,46 @@
+"""``torch.masked`` on distributed tensors.
+
+These functions are plain Python that nobody can intercept as a whole. They make tensors for themselves, from the shape
+of their input: whole ones, where the input is distributed. So they run with plain tensors taken as whole, while a plain
+tensor that the caller hands in beside a distributed one stays an error.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from hyper_parallel.platform.torch.dtensor_base import DTensorBase
+
+_NAMES = (
+    *("sum", "prod", "cumsum", "cumprod", "amax", "amin", "argmax", "argmin", "mean", "median", "logsumexp"),
+    *("logaddexp", "norm", "normalize", "var", "std", "softmax", "log_softmax", "softmin"),
+)
+
+
+def take_masked_functions(promise: Callable[[], Any], refuse: Callable[[str, Any], None]) -> None:
+    """Run the functions of ``torch.masked`` inside ``promise()``; ``refuse(name, value)`` looks at plain arguments."""
+    for name in _NAMES:
+        plain = getattr(torch.masked, name)
+        if not hasattr(plain, "_takes_dtensors"):
+            setattr(torch.masked, name, _wrapped(f"torch.masked.{name}", plain, promise, refuse))
+
+
+def _wrapped(name: str, plain: Callable[..., Any], promise: Callable[[], Any], refuse: Callable[..., None]) -> Any:
+    @functools.wraps(plain)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        leaves = tree_leaves((args, kwargs))
+        if not any(isinstance(leaf, DTensorBase) for leaf in leaves):
+            return plain(*args, **kwargs)
+        for leaf in leaves:
+            if not isinstance(leaf, DTensorBase):
+                refuse(name, leaf)
+        with promise():
+            return plain(*args, **kwargs)
+
+    call._takes_dtensors = True  # type: ignore[attr-defined]
+    return call
