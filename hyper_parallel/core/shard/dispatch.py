@@ -10,6 +10,7 @@ gathering.
 
 from __future__ import annotations
 
+import operator
 import sys
 import threading
 from collections.abc import Callable
@@ -65,7 +66,7 @@ def intercept(kind: type, func: Callable[..., Any], types: Any, args: Any = (), 
             if type(first) is DTensor:
                 if type(second) is DTensor:
                     short = (func, first._layout, first._global_shape, second._layout, second._global_shape)
-                elif type(second) is float:
+                elif type(second) is float and func in _numbers_left_out:
                     short = (func, first._layout, first._global_shape, float)
         elif len(args) == 1 and type(args[0]) is DTensor:
             short = (func, args[0]._layout, args[0]._global_shape)
@@ -164,8 +165,10 @@ def _add_to_key(key: list[Any], value: Any, numbers: bool) -> None:
         for item in value:
             _add_to_key(key, item, numbers)
     elif kind is slice:
-        key.extend((slice, value.start, value.stop, value.step))
-    elif kind is float or (not numbers and kind is int):
+        key.append(slice)
+        for bound in (value.start, value.stop, value.step):
+            key.append(bound if bound is None or type(bound) is int else operator.index(bound))
+    elif not numbers and (kind is float or kind is int):
         key.append(kind)
     elif kind is int:
         key.append(value)

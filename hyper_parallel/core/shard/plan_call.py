@@ -138,7 +138,7 @@ def _without_layouts(value: Any) -> Any:
     if kind is tuple or kind is list:
         return (kind, *map(_without_layouts, value))
     if kind is slice:
-        return (kind, value.start, value.stop, value.step)
+        return (kind, *map(_without_layouts, (value.start, value.stop, value.step)))
     if _platform.is_tensor(value):
         raise TypeError("a plain tensor")
     return (kind, value)

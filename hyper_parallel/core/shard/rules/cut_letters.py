@@ -1,8 +1,8 @@
 """What local implementations share: their arguments by name, the groups over which letters are cut, and sums over them.
 
 Note [Numbers come from the call]
-A plan serves all calls that differ only in floating-point numbers. So a rule must not decide by one (an epsilon, the
-order of a norm), nor a local implementation close over one: it reads them from the arguments of each call.
+The plan of a rule that ignores scalars serves all calls that differ only in numbers. So such a rule must not decide by
+one, nor its local implementation close over one: it reads them from the arguments of each call.
 """
 
 from __future__ import annotations

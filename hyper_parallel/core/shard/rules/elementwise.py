@@ -6,6 +6,9 @@ from typing import Any
 
 from hyper_parallel.core.shard.rule_table import rule
 from hyper_parallel.core.shard.signature import LocalCall, OpCall, Signature, TensorSpec, broadcast_labels, letters
+from hyper_parallel.platform import get_platform
+
+_platform = get_platform()
 
 # Linear in all their tensor operands together: a pending sum passes when every operand is one.
 _JOINTLY_LINEAR = ("add", "sub", "rsub", "lerp")
@@ -101,10 +104,13 @@ def first_linear(call: OpCall) -> Signature:
     return Signature(inputs, (output,), linear=(frozenset({0}),) if divides else ())
 
 
-@rule("copy_", ignores_scalars=True)
+@rule("copy_", ignores_scalars=True, by_dtype=True)
 def copy_(call: OpCall) -> Signature:
+    """A pending sum is converted part by part, unless that rounds each part."""
     inputs, output = _labels(call)
-    return Signature(inputs, (output,), linear=(frozenset({0, 1}),))
+    dtypes = [_platform.dtype_name(spec.dtype) for spec in call.tensors]
+    is_exact = dtypes[0] == dtypes[-1] or dtypes[0].startswith(("float", "bfloat", "complex"))
+    return Signature(inputs, (output,), linear=(frozenset({0, 1}),) if is_exact else ())
 
 
 @rule("zero_", "fill_", ignores_scalars=True)
