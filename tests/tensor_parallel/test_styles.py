@@ -154,6 +154,41 @@ def test_refusals_of_prepared_values() -> None:
 
 
 @run_on_ranks(2)
+def test_inputs_without_rows_by_keyword_and_of_one_dim() -> None:
+    mesh = _mesh()
+    plan = {"up": hp.ColwiseParallel(), "down": hp.RowwiseParallel()}
+    for hidden in (6, 1):
+        for shape in ((0, 4), (2, 0, 4), (4,), (1, 4)):
+            model = _double(Mlp, 4, hidden)
+            same_as_one_device(model, lambda m: hp.parallelize_module(m, mesh, plan), (_x(*shape),), num_steps=1)
+    for style in (hp.ColwiseParallel(output_layouts=hp.Replicate()), hp.RowwiseParallel(input_layouts=hp.Replicate())):
+        model = _double(nn.Linear, 4, 3)
+        ours = hp.parallelize_module(_double(nn.Linear, 4, 3), mesh, style)
+        torch.testing.assert_close(ours(input=_x(2, 4)), model(input=_x(2, 4)))
+
+
+@run_on_ranks(2)
+def test_half_precision_and_autocast() -> None:
+    """Sums over ranks round otherwise, so by tolerance; dtypes are those of one device."""
+    mesh = _mesh()
+    plan = {"up": hp.ColwiseParallel(), "down": hp.RowwiseParallel()}
+    x = _x(3, 4)
+    for dtype, autocast in ((torch.bfloat16, False), (torch.float32, True), (torch.float16, False)):
+        models = [_double(Mlp, 4, 6).to(dtype) for _ in range(2)]
+        hp.parallelize_module(models[1], mesh, plan)
+        outs = []
+        for model in models:
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+                outs.append(model(x.to(dtype)))
+            outs[-1].float().sum().backward()
+        assert outs[0].dtype == outs[1].dtype
+        torch.testing.assert_close(outs[1], outs[0], rtol=2e-2, atol=2e-2)
+        for want, mine in zip(*(model.parameters() for model in models), strict=True):
+            assert mine.grad.dtype == want.grad.dtype
+            torch.testing.assert_close(mine.grad.full_tensor(), want.grad, rtol=5e-2, atol=5e-2)
+
+
+@run_on_ranks(2)
 def test_copies_and_layers_with_a_forward_of_their_own() -> None:
     mesh = _mesh()
 

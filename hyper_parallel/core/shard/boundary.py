@@ -81,17 +81,17 @@ class Entry:
     def _wrap(self, plain: Any) -> DTensor:
         assert self.given is not None
         layout = self._layout(self.given, plain.ndim)
-        memory = plain.__dict__.get(_MEMORY)
+        memory = getattr(plain, _MEMORY, None)
         if memory is not None:
             remembered, version = memory.get(layout, (None, None))
-            if remembered is not None and version == plain._version:
+            if remembered is not None and version == _num_writes(plain):
                 return remembered
         needs_grad = _platform.needs_grad(plain)
         if needs_grad and not self._is_checked and not layout.is_replicated:
             refuse_cut_uses(plain, layout, self.where)
             self._is_checked = True
         shape = self._global_shape(plain, layout)
-        if shape is None or not needs_grad or plain.is_leaf:
+        if shape is None or not needs_grad or getattr(plain, "is_leaf", True):
             return DTensor.from_local(plain, self.mesh, layout, shape=shape)
         self._check_block(plain, layout, shape)
         lawful = layout.gradient()
@@ -99,7 +99,7 @@ class Entry:
         if memory is None:
             memory = {}
             setattr(plain, _MEMORY, memory)
-        memory[layout] = (wrapped, plain._version)
+        memory[layout] = (wrapped, _num_writes(plain))
         return wrapped
 
     def _global_shape(self, plain: Any, layout: Layout) -> tuple[int, ...] | None:
@@ -137,9 +137,14 @@ class Exit:
         return leave(value) if self.local and isinstance(value, DTensor) else value
 
 
+def _num_writes(plain: Any) -> int:
+    """How often a tensor was written to, where the framework counts it."""
+    return getattr(plain, "_version", 0)
+
+
 def leave(value: DTensor) -> Any:
     """This rank's block as a plain tensor that remembers what it was."""
     plain = value.to_local()
     if _platform.needs_grad(plain) and not value.is_leaf:
-        setattr(plain, _MEMORY, {value._layout: (value, plain._version)})
+        setattr(plain, _MEMORY, {value._layout: (value, _num_writes(plain))})
     return plain

@@ -29,6 +29,7 @@ from hyper_parallel.core.shard.vary import enter as enter_varying
 from hyper_parallel.core.tensor_parallel.head_share import HeadShare, rows_of
 from hyper_parallel.core.tensor_parallel.module_parameters import distribute_parameter
 from hyper_parallel.core.tensor_parallel.placements import Placements, check_placements, per_axis
+from hyper_parallel.core.tensor_parallel.projection import plus_bias
 from hyper_parallel.core.tensor_parallel.style import ColwiseParallel, RowwiseParallel
 from hyper_parallel.core.tensor_parallel.style_base import ParallelStyle, described
 from hyper_parallel.platform import get_platform
@@ -209,7 +210,8 @@ class _RowsOfWhole:
     def __init__(self, linear: Any, dim: int, rows: Any, enter: Entry) -> None:
         self.linear, self.dim, self.rows, self.enter = linear, dim, rows, enter
 
-    def __call__(self, module: Any, x: Any) -> Any:
+    def __call__(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+        (x,) = args or kwargs.values()
         weight = _own(module.weight, self.dim, self.rows)
         bias = None if module.bias is None else _own(module.bias, 0, self.rows)
         return self.linear(_varying(self.enter(x)), weight, bias)
@@ -221,7 +223,8 @@ class _Parts:
     def __init__(self, linear: Any, dim: int, indices: dict[str, Any], has_bias: bool, enter: Entry) -> None:
         self.linear, self.dim, self.indices, self.has_bias, self.enter = linear, dim, indices, has_bias, enter
 
-    def __call__(self, module: Any, x: Any) -> Any:
+    def __call__(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+        (x,) = args or kwargs.values()
         weights = [_own(getattr(module, f"weight_{part}"), self.dim, rows) for part, rows in self.indices.items()]
         bias = None
         if self.has_bias:
@@ -238,7 +241,8 @@ class _OutputOfHeads:
         self.dim, self.columns = dim, columns
         self._is_checked = False
 
-    def __call__(self, module: Any, x: Any) -> Any:
+    def __call__(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+        (x,) = args or kwargs.values()
         if isinstance(x, DTensor):
             raise TypeError(
                 f"{self.where}: heads that do not divide the ranks come as plain blocks, got a distributed tensor "
@@ -251,7 +255,7 @@ class _OutputOfHeads:
         pending = (Partial(),) * self.mesh.ndim
         out = self.leave.move(DTensor.from_local(product, self.mesh, pending, shape=tuple(product.shape)))
         if module.bias is not None:
-            out = out + module.bias
+            out = plus_bias(out, module.bias)
         return self.leave(out)
 
 

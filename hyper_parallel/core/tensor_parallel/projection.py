@@ -30,7 +30,8 @@ class Projection:
     def __init__(self, linear: Linear, enter: Entry, exit: Exit, bias_behind: bool) -> None:
         self.linear, self.enter, self.exit, self.bias_behind = linear, enter, exit, bias_behind
 
-    def __call__(self, module: Any, x: Any) -> Any:
+    def __call__(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+        (x,) = args or kwargs.values()
         out = multiply(x, self.enter, self.linear, module.weight, module.bias, self.exit, self.bias_behind)
         return leave(out) if self.exit.local and isinstance(out, DTensor) else out
 
@@ -44,4 +45,9 @@ def multiply(x: Any, enter: Entry, linear: Linear, weight: Any, bias: Any, exit:
     x = enter(x)
     if bias is None or not bias_behind:
         return exit.move(linear(x, weight, bias))
-    return exit.move(linear(x, weight, None)) + bias
+    return plus_bias(exit.move(linear(x, weight, None)), bias)
+
+
+def plus_bias(out: DTensor, bias: DTensor) -> DTensor:
+    """``out`` plus the bias, in the precision of ``out``: under autocast that is not the bias's own."""
+    return out + (bias if bias.dtype == out.dtype else bias.to(out.dtype))
