@@ -49,8 +49,8 @@ $(STAMP): pyproject.toml constraints.txt
 $(MINDSPORE_STAMP): pyproject.toml constraints.txt
 	$(call make_environment,$(MINDSPORE_VENV),$(MINDSPORE_EXTRAS))
 
-demo: $(STAMP) ## train a small MLP split over 4 local processes, next to one process
-	@$(BIN)/python examples/mlp_demo.py $(ARGS)
+demo: $(STAMP) ## train a small Llama cut over 4 local processes, next to one process
+	@$(BIN)/python examples/llama_demo.py $(ARGS)
 
 # Both frameworks are tested even when the first one fails; the status is that of the worse.
 test: setup ## run the tests (PLATFORM=torch or mindspore, TESTS=path, ARGS="-k name")

@@ -44,6 +44,7 @@ _HOME_OF = {
         f"{_DTENSOR}.dtensor",
     ),
     "CommRecorder": f"{_DTENSOR}.comm_recorder",
+    "draw": "hyper_parallel.drawing.drawing",
     "explain": f"{_DTENSOR}.explain",
     "redistribute_local": f"{_DTENSOR}.tensor_redistribution",
     "DFunction": f"{_SHARD}.dfunction",

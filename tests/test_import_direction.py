@@ -27,8 +27,8 @@ _FLOORS = [
         "core.activation_checkpoint",
         "core.distributed_checkpoint",
     ],
-    ["models"],
     ["plans", "drawing"],
+    ["models"],
     ["", "checkpoint"],  # `hyper_parallel/__init__.py`, the public API, and the short names for checkpoints.
     ["trainer"],
     ["cli"],

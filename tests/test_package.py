@@ -50,7 +50,7 @@ def test_metadata():
     assert metadata["Name"] == NAME
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Requires-Python"] == ">=3.10"
-    assert set(metadata.get_all("Provides-Extra")) == {"torch", "mindspore", "dev"}
+    assert set(metadata.get_all("Provides-Extra")) == {"torch", "mindspore", "transformers", "dev"}
 
 
 def test_a_framework_comes_only_with_its_extra():

@@ -1,7 +1,7 @@
 """Reference models: plain single-device code, one folder per framework, and each one's plan on a page of its own.
 
-``Llama`` is the model of the framework in use. Both frameworks' models name their parts alike, so one plan cuts
-either. Names are imported on first use.
+``Llama`` is the model of the framework in use. Both frameworks' models name their parts alike, so ``llama_plan``
+cuts either. Names are imported on first use.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.platform import PlatformType
 
-_HOME_OF = {"LlamaConfig": "llama_config"}
+_HOME_OF = {"LlamaConfig": "llama_config", "llama_plan": "plan_of_llama"}
 _FOLDER_OF = {PlatformType.PYTORCH: "torch", PlatformType.MINDSPORE: "mindspore"}
 
-__all__ = ["Llama", "LlamaConfig"]
+__all__ = ["Llama", "LlamaConfig", "llama_plan"]
 
 
 def __getattr__(name: str) -> Any:

@@ -76,6 +76,7 @@ def _plan_of(model: Any, roles: Roles, between: Placement) -> Plan:
     outs = [f"{path}.out_proj" if path else "out_proj" for path in roles.attentions]
     give(outs, lambda: CutParameters({"weight": Shard(1)}))
     give(roles.mixtures, lambda: ComputedWhole(output=between))
+    give(roles.heads, GatherInputs)
     give(roles.heads, lambda: ColwiseParallel(use_local_output=False))
     cut = {*roles.vocabularies, *roles.columns, *roles.rows, *roles.attentions, *outs, *roles.heads}
     mixed = tuple(f"{path}." for path in roles.mixtures)

@@ -1,6 +1,6 @@
 """A small Llama-like language model for one device: RMS norms, rotary positions, grouped-query attention, SwiGLU.
 
-Nothing here knows of meshes or ranks; how it is cut is said in `models/llama_plan.py`.
+Nothing here knows of meshes or ranks; how it is cut is said in `models/plan_of_llama.py`.
 """
 
 from __future__ import annotations
