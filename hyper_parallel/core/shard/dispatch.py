@@ -45,7 +45,7 @@ _numbers_left_out: set[Callable[..., Any]] = set()
 _not_about_values: set[Callable[..., Any]] = set()
 _dtypes_put_in: set[Callable[..., Any]] = set()
 _calls: dict[tuple[Any, ...], PlannedCall | None] = {}
-_direct: dict[Any, Handler] = {}  # calls of one or two tensors that run as they are, by a key that is quick to make
+_direct: dict[Any, Handler] = {}  # how to run calls of up to three tensors, by a key that is quick to make
 _lock = threading.Lock()
 _NO_KEYWORDS: dict[str, Any] = {}
 
@@ -68,8 +68,16 @@ def intercept(kind: type, func: Callable[..., Any], types: Any, args: Any = (), 
                     short = (func, first._layout, first._global_shape, second._layout, second._global_shape)
                 elif type(second) is float and func in _numbers_left_out:
                     short = (func, first._layout, first._global_shape, float)
-        elif len(args) == 1 and type(args[0]) is DTensor:
-            short = (func, args[0]._layout, args[0]._global_shape)
+        elif len(args) == 1:
+            if type(args[0]) is DTensor:
+                short = (func, args[0]._layout, args[0]._global_shape)
+        elif len(args) == 3:
+            first, second, third = args
+            if type(first) is DTensor and type(second) is DTensor and type(third) is DTensor:
+                short = (
+                    *(func, first._layout, first._global_shape, second._layout, second._global_shape),
+                    *(third._layout, third._global_shape),
+                )
         run = _direct.get(short)
         if run is not None:
             return run(func, args, _NO_KEYWORDS)
@@ -93,9 +101,9 @@ def intercept(kind: type, func: Callable[..., Any], types: Any, args: Any = (), 
         short = None
     if planned is None:
         return _without_rule(func, args, kwargs)
-    if short is not None and planned.is_direct and func not in _dtypes_put_in:
-        _remember(_direct, short, planned.wrap)
-    return planned(func, args, kwargs)
+    if short is not None and func not in _dtypes_put_in:
+        _remember(_direct, short, planned.run)
+    return planned.run(func, args, kwargs)
 
 
 def _find_plan(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlannedCall | None:
@@ -165,9 +173,13 @@ def _add_to_key(key: list[Any], value: Any, numbers: bool) -> None:
         for item in value:
             _add_to_key(key, item, numbers)
     elif kind is slice:
+        bounds = (value.start, value.stop, value.step)
+        for bound in bounds:
+            if bound is not None and type(bound) is not int:
+                bounds = tuple(None if bound is None else operator.index(bound) for bound in bounds)
+                break
         key.append(slice)
-        for bound in (value.start, value.stop, value.step):
-            key.append(bound if bound is None or type(bound) is int else operator.index(bound))
+        key += bounds
     elif not numbers and (kind is float or kind is int):
         key.append(kind)
     elif kind is int:

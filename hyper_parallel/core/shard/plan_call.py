@@ -161,6 +161,7 @@ class PlannedCall:
         "output_shapes",
         "paths",
         "rewritten",
+        "run",
         "shapes",
         "updates",
         "wrap",
@@ -196,6 +197,14 @@ class PlannedCall:
         self.gives_nothing = self._gives_nothing()
         self.is_direct = not self.changes and self.local is None and self.rewritten is None
         self.wrap = _platform.result_wrapper(DTensor, self.output_layouts, self.output_shapes, not self.is_direct)
+        # the shortest way that is right for this plan
+        self.run: Callable[..., Any] = self._call
+        if self.is_direct:
+            self.run = self.wrap
+        elif self.copies_view:
+            self.run = self._copy_view
+        elif not (self.moves or self.updates or self.local or self.rewritten) and self.changes_positional:
+            self.run = self._vary
 
     def _gives_nothing(self) -> bool:
         """Whether this rank's blocks of the results have no elements."""
@@ -204,11 +213,17 @@ class PlannedCall:
         return bool(inside) and all(0 in layout.local_shape(tuple(shape)) for layout, shape in results)
 
     def __call__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.is_direct:
-            return self.wrap(func, args, kwargs)
-        if self.copies_view:
-            return link(self.name, self._call(func, args, kwargs), func, args, kwargs, may_share=False)
-        return self._call(func, args, kwargs)
+        return self.run(func, args, kwargs)
+
+    def _copy_view(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return link(self.name, self._call(func, args, kwargs), func, args, kwargs, may_share=False)
+
+    def _vary(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Everything lies as it should; only gradients of whole inputs are to be summed."""
+        entered = list(args)
+        for (position,), target, axes, _ in self.changes:
+            entered[position] = enter(args[position], target, axes)
+        return self.wrap(func, tuple(entered), kwargs)
 
     def _call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = (args, kwargs)

@@ -51,11 +51,11 @@ class _Enter(_platform.Function):  # type: ignore[misc, name-defined]
 def enter(tensor: DTensor, target: Layout, axes: tuple[int, ...]) -> Any:
     """The block of ``tensor`` under ``target`` for an operator that varies along ``axes``, on which it is whole."""
     source = tensor._layout
-    shape = tuple(tensor._global_shape)
     if not axes or not _platform.needs_grad(tensor):
         if source is target:
             return tensor
-        return redistribute_with_grad(tensor, source, target, shape)
+        return redistribute_with_grad(tensor, source, target, tuple(tensor._global_shape))
+    shape = tuple(tensor._global_shape)
     key = (target, axes)
     remembered = tensor.__dict__.get("_edges")
     if remembered is not None:
