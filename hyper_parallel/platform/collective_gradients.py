@@ -45,6 +45,7 @@ class Framework:
     own_copy: Callable[[Any], Any]  # in contiguous memory of its own
     alias: Callable[[Any], Any]  # another tensor over the same memory
     handed_out: Callable[[Any], Any]  # the result of a collective, for an autograd function to return
+    equal: Callable[[Any, Any], Any]
     as_integers: Callable[[Any], Any]  # bools as int32
     conjugate: Callable[[Any], Any]
     no_grad: Callable[[], AbstractContextManager[Any]]
@@ -138,7 +139,7 @@ def make_functions(framework: Framework) -> SimpleNamespace:
             ctx.group = group
             result = all_reduce(data, op, group)
             if ctx.needs_input_grad[0]:
-                ctx.save_for_backward(data == result)
+                ctx.save_for_backward(framework.equal(data, result))
             return result
 
         @staticmethod
@@ -164,7 +165,8 @@ def make_functions(framework: Framework) -> SimpleNamespace:
             (data,) = ctx.saved_tensors
             rank, num_ranks = ctx.group.rank(), ctx.group.size()
             factors = AllGather.apply(data.reshape(1, *data.shape), ctx.group, (1,) * num_ranks, 0, "reduce_scatter")
-            others = functools.reduce(operator.mul, [factors[place] for place in range(num_ranks) if place != rank])
+            parts = [framework.narrow(factors, 0, place, 1) for place in range(num_ranks) if place != rank]
+            others = functools.reduce(operator.mul, parts).reshape(tuple(data.shape))
             return Vary.apply(grad, ctx.group) * framework.conjugate(others), None
 
     class AllGather(framework.Function):
@@ -225,7 +227,7 @@ def make_functions(framework: Framework) -> SimpleNamespace:
             data, chunk = ctx.saved_tensors
             place = (ctx.group, ctx.sizes, ctx.dim)
             with framework.no_grad():
-                attained = data == gather(chunk, *place)
+                attained = framework.equal(data, gather(chunk, *place))
                 num_attained = reduce_scatter(framework.as_integers(attained), "sum", *place)
             shares = AllGather.apply(grad / num_attained, *place, "reduce_scatter")
             return shares * attained, None, None, None, None

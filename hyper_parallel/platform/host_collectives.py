@@ -206,7 +206,7 @@ def _is_float(dtype: np.dtype) -> bool:
 def why_not(op: str, dtype: np.dtype, name: str) -> str | None:
     """What is wrong with reducing ``dtype``, called ``name``, by ``op``; None if nothing is."""
     if op not in REDUCE_OPS:
-        return f"op {op!r} is not one of {', '.join(REDUCE_OPS)}"
+        return f"there is no reduction {op!r}; there are {', '.join(REDUCE_OPS)}"
     if op in ("all", "any"):
         return None if dtype == np.bool_ else f"{op} reduces bools, not {name}; write (data != 0)"
     is_number = _is_float(dtype) or dtype.kind == "c"

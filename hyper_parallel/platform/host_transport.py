@@ -22,6 +22,7 @@ from __future__ import annotations
 import atexit
 import collections
 import contextlib
+import functools
 import hashlib
 import ipaddress
 import os
@@ -107,8 +108,9 @@ class HostTransport:
         self._owner = os.getpid()
         self._reader = threading.Thread(target=self._read, name="hyper_parallel-transport", daemon=True)
         self._reader.start()
-        self._at_exit = weakref.WeakMethod(self.close)
-        atexit.register(self._close_at_exit, self._at_exit)
+        # Not a reference to this object, which may end before the process does.
+        self._at_exit = functools.partial(_call_if_there, weakref.WeakMethod(self.close))
+        atexit.register(self._at_exit)
 
     # ---------------------------------------------------------------- sending and receiving
 
@@ -199,13 +201,7 @@ class HostTransport:
         for end in (*(peer.socket for peer in self._peers.values()), self._bell, self._ringer):
             end.close()
         self._selector.close()
-        atexit.unregister(self._close_at_exit)
-
-    @staticmethod
-    def _close_at_exit(method: weakref.WeakMethod) -> None:
-        close = method()
-        if close is not None:
-            close()
+        atexit.unregister(self._at_exit)
 
     # ---------------------------------------------------------------- errors
 
@@ -276,6 +272,12 @@ class HostTransport:
             queue.append((peer.operation, peer.message))
             self._news.notify_all()
         peer.message = None
+
+
+def _call_if_there(method: weakref.WeakMethod) -> None:
+    close = method()
+    if close is not None:
+        close()
 
 
 # ---------------------------------------------------------------- meeting

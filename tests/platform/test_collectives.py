@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from hyper_parallel.platform import get_platform
-from hyper_parallel.platform.torch import collectives, group_facts, messages
+from tests.frameworks import collectives, dist, known_dtypes
 from tests.world import run_on_ranks
 
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz]
 INTEGERS = [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64]
 COMPLEX = [torch.complex64, torch.complex128, torch.complex32]
-REDUCIBLE = FLOATS + FLOAT8 + INTEGERS + COMPLEX + [torch.bool]
-ALL_DTYPES = [*REDUCIBLE, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2]
+REDUCIBLE = known_dtypes(FLOATS + FLOAT8 + INTEGERS + COMPLEX + [torch.bool])
+ALL_DTYPES = known_dtypes([*REDUCIBLE, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2])
+MIXED = [torch.float32, torch.bfloat16, torch.int16, torch.float8_e4m3fn, torch.complex64, torch.bool]
 LAYOUTS = ["contiguous", "transposed", "strided", "empty", "scalar"]
 NUMPY_OPS = {
     "sum": np.add,
@@ -158,7 +155,7 @@ def test_all_reduce():
 @run_on_ranks(2, 4)
 def test_all_reduce_is_in_place_and_the_same_on_every_rank():
     rank, size = dist.get_rank(), dist.get_world_size()
-    for dtype in (*FLOATS, torch.float8_e5m2, torch.complex64, torch.int16, torch.bool):
+    for dtype in known_dtypes([*FLOATS, torch.float8_e5m2, torch.complex64, torch.int16, torch.bool]):
         for op in ops_of(dtype):
             whole = torch.zeros(7, 10).to(dtype)
             part = whole[1::2, ::3]
@@ -257,7 +254,7 @@ def test_all_to_all_with_splits():
         [[0] * size for _ in range(size)],
     ]
     for rows in cases:
-        for dtype in (torch.float32, torch.bfloat16, torch.int16, torch.float8_e4m3fn, torch.complex64, torch.bool):
+        for dtype in known_dtypes(MIXED):
             everyone = [values(r, (sum(rows[r]), 2, 3), dtype) for r in range(size)]
             received = [rows[source][rank] for source in range(size)]
             expected = bytes_of(*(everyone[source].split(rows[source])[rank] for source in range(size)))
@@ -425,7 +422,7 @@ def test_conjugated_and_shared_memory():
         lambda: collectives.broadcast(wide, 0, None),
         lambda: collectives.irecv(wide, 1 - rank),
     ):
-        with pytest.raises(ValueError, match=r"shape \(3,\) is expanded: several elements share memory; pass a .clone"):
+        with pytest.raises(ValueError, match=r"shape \(3,\) is expanded: several elements share memory; pass a"):
             call()
 
 
@@ -461,9 +458,9 @@ MISTAKES = [
     (
         lambda c: c.all_reduce(torch.ones(2).int(), None, op="avg"),
         ValueError,
-        "average of torch.int32 .* cast to a float",
+        r"average of (torch\.)?int32 .* cast to a float",
     ),
-    (lambda c: c.reduce_scatter_tensor(torch.ones(4).bool(), None, op="avg"), ValueError, "average of torch.bool"),
+    (lambda c: c.reduce_scatter_tensor(torch.ones(4).bool(), None, op="avg"), ValueError, r"average of (torch\.)?bool"),
     (
         lambda c: c.all_reduce(torch.ones(2), None, op="band"),
         ValueError,
@@ -471,11 +468,6 @@ MISTAKES = [
     ),
     (lambda c: c.all_reduce(torch.ones(2), None, op="any"), ValueError, r"any reduces bools.*write \(data != 0\)"),
     (lambda c: c.all_reduce(torch.ones(2) * 1j, None, op="max"), ValueError, r"no order.*reduce data.abs\(\)"),
-    (
-        lambda c: c.all_reduce(torch.zeros(2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2), None),
-        ValueError,
-        "has no arithmetic; cast",
-    ),
     (
         lambda c: c.reduce_scatter_tensor(torch.ones(3, 2), None),
         ValueError,
@@ -549,7 +541,7 @@ def test_mistakes_are_raised_before_anything_is_sent():
 
 @run_on_ranks(2)
 def test_observers_see_what_is_sent():
-    rank, group = dist.get_rank(), dist.group.WORLD
+    rank, group = dist.get_rank(), get_platform().create_group([0, 1])
     seen: list[collectives.CollectiveCall] = []
     collectives.observers.append(seen.append)
     try:
@@ -578,7 +570,7 @@ def test_observers_see_what_is_sent():
         ("irecv", (2,), 2, True),
     ]
     assert all(call.group is group for call in seen)
-    assert seen[1].dtype is torch.bfloat16
+    assert "bfloat16" in str(seen[1].dtype).lower()
 
 
 DISAGREEMENTS = [
@@ -633,20 +625,3 @@ def test_ranks_that_disagree_are_told_so():
         assert output.tolist() == ([0, 0, 0, 1, 1] if rank else [1])
     finally:
         collectives.COMPARES_RANKS = False
-
-
-def test_the_environment_turns_the_comparison_on():
-    assert not collectives.COMPARES_RANKS
-    code = "from hyper_parallel.platform.torch import collectives; print(collectives.COMPARES_RANKS)"
-    environment = {**os.environ, "HYPER_PARALLEL_CHECK_COLLECTIVES": "1"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=environment)
-    assert done.stdout.strip() == "True", done.stderr
-
-
-def test_the_platform_calls_are_these():
-    platform = get_platform()
-    for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast", "all_to_all_single"):
-        assert getattr(platform, name) is getattr(collectives, name)
-    for name in messages.__all__:
-        assert getattr(platform, name) is getattr(messages, name)
-    assert collectives.observers is group_facts.observers

@@ -46,11 +46,13 @@ _IMPORTS = {
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """A file that imports one framework by name is about that framework; the others run on both (tests/frameworks)."""
+    """A file that imports one framework by name is about that one, unless it goes through ``tests.frameworks``."""
     if not collection_path.name.startswith("test_") or collection_path.suffix != ".py":
         return None
     source = collection_path.read_text()
     tested = config.getoption("--platform")
+    if "from tests.frameworks import" in source:
+        return None
     if collection_path.parent.name == "tests" and tested != "torch":
         return True  # About the package, its commands and pages: once is enough.
     return True if any(found.search(source) for name, found in _IMPORTS.items() if name != tested) else None

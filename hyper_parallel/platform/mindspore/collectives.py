@@ -24,9 +24,10 @@ from hyper_parallel.platform.collective_checks import (
 )
 from hyper_parallel.platform.host_collectives import why_not
 from hyper_parallel.platform.mindspore import wires
+from hyper_parallel.platform.mindspore.devices import get_device_type
 from hyper_parallel.platform.mindspore.groups import DONE, ProcessGroup, unwrap_group
 from hyper_parallel.platform.mindspore.memory import numpy_type
-from hyper_parallel.platform.mindspore.tensors import detached, dtype_name, own_copy
+from hyper_parallel.platform.mindspore.tensors import detached, dtype_name, is_meta, own_copy
 
 __all__ = [
     "CollectiveCall",
@@ -86,7 +87,18 @@ def _checked(function: str, data: Any, group_info: Any, **arguments: Any) -> Pro
         check_agreement(calls, group.ranks)
     if not isinstance(data, Tensor):
         raise TypeError(f"{function} takes a tensor, not a {type(data).__name__}")
+    _check_has_memory(function, data, group)
     return group
+
+
+def _check_has_memory(function: str, data: Tensor, group: ProcessGroup) -> None:
+    if is_meta(data):
+        device = get_device_type()
+        raise ValueError(
+            f"{function} {where(group)}: the tensor of shape {tuple(data.shape)} is on meta, but the group "
+            f"communicates "
+            f"tensors on {device}; move it with .to({device!r})"
+        )
 
 
 def _check_op(function: str, data: Tensor, op: str, group: ProcessGroup) -> None:
@@ -99,7 +111,7 @@ def _check_writable(function: str, data: Tensor, group: ProcessGroup) -> None:
     if any(stride == 0 and size > 1 for size, stride in zip(data.shape, data.stride(), strict=True)):
         raise ValueError(
             f"{function} {where(group)} writes into its tensor, but this one of shape {tuple(data.shape)} is "
-            "expanded: several elements share memory; pass a copy of it"
+            "expanded: several elements share memory; pass a copy of it, tensor * 1"
         )
 
 
@@ -265,6 +277,7 @@ def _checked_for_message(function: str, data: Any, group_info: Any) -> ProcessGr
     group = unwrap_group(group_info)
     if not isinstance(data, Tensor):
         raise TypeError(f"{function} takes a tensor, not a {type(data).__name__}")
+    _check_has_memory(function, data, group)
     return group
 
 

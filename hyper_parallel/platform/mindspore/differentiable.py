@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import mindspore as ms
 from mindspore import Tensor, ops
 
 from hyper_parallel.platform.collective_gradients import Framework, make_functions
@@ -21,6 +22,12 @@ def _zeros(shape: Sequence[int], like: Tensor) -> Tensor:
     return zeros(shape, like.dtype)
 
 
+def _equal(one: Tensor, other: Tensor) -> Tensor:
+    if one.dtype == ms.bfloat16:  # which a CPU cannot compare
+        one, other = (tensor_type_cast(tensor, "float32") for tensor in (one, other))
+    return one == other
+
+
 functions = make_functions(
     Framework(
         Function=private_api.Function,
@@ -32,6 +39,7 @@ functions = make_functions(
         own_copy=own_copy,
         alias=_alias,
         handed_out=lambda result: result,
+        equal=_equal,
         as_integers=lambda data: tensor_type_cast(data, "int32"),
         conjugate=lambda data: ops.conj(data) if data.is_complex() else data,
         no_grad=private_api.no_grad,

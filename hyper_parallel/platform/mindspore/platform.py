@@ -16,6 +16,7 @@ from hyper_parallel.platform.mindspore import (
     groups,
     micro_batch,
     modules,
+    optimizer_state,
     overlap,
     start,  # isort: split - the first of all: it checks and configures
     state,
@@ -170,6 +171,12 @@ class MindSporePlatform(DistributedTensors, Platform):
     get_model_state_dict = staticmethod(state.get_model_state_dict)
     save_checkpoint = staticmethod(state.save_checkpoint)
     load_checkpoint = staticmethod(state.load_checkpoint)
+    named_state_parameters = staticmethod(optimizer_state.named_state_parameters)
+    optimizer_groups = staticmethod(optimizer_state.optimizer_groups)
+    set_optimizer_options = staticmethod(optimizer_state.set_optimizer_options)
+    optimizer_slots = staticmethod(optimizer_state.optimizer_slots)
+    blank_optimizer_slots = staticmethod(optimizer_state.blank_optimizer_slots)
+    set_optimizer_slots = staticmethod(optimizer_state.set_optimizer_slots)
     clip_grad_norm_ = staticmethod(grad_norm.clip_grad_norm_)
     get_total_norm = staticmethod(grad_norm.get_total_norm)
     block_norms = staticmethod(grad_norm.block_norms)

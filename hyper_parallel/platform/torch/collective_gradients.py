@@ -57,6 +57,7 @@ functions = make_functions(
         own_copy=lambda data: data.clone(memory_format=torch.contiguous_format),
         alias=lambda data: data.view_as(data),
         handed_out=handed_out,
+        equal=torch.eq,
         as_integers=lambda data: data.to(torch.int32),
         conjugate=torch.conj,
         no_grad=torch.no_grad,

@@ -1,0 +1,77 @@
+"""The platform under test, spoken to in PyTorch's tensors on every framework, so that one text tests all of them.
+
+A test makes its inputs and what it expects with PyTorch, in one process. What is tested comes from here:
+``collectives``, ``differentiable``, ``dist`` and the like. On PyTorch these are the platform's own functions. On
+MindSpore they are the same functions behind a bridge (``bridge.py``): tensors cross with their values, dtype and
+strides, what is written in place is written back, gradients of any order cross too. ``known_dtypes`` leaves out what
+the framework has no numbers for.
+
+Tests of one framework alone import it by name in a file of their own and run on that framework only.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from hyper_parallel.platform import get_platform
+
+on_mindspore = os.environ.get("HYPER_PARALLEL_PLATFORM", "torch").lower() == "mindspore"
+
+if on_mindspore:
+    from tests.frameworks.bridge import known_dtypes, over_the_bridge
+    from tests.frameworks.bridge_modules import collectives, differentiable, groups, overlap
+else:
+    from hyper_parallel.platform.torch import collectives, differentiable, groups, overlap
+
+    def known_dtypes(dtypes: Iterable[torch.dtype]) -> list[torch.dtype]:
+        return list(dtypes)
+
+    def over_the_bridge(function: Any) -> Any:
+        return function
+
+
+class _Dist:
+    """What tests ask about ranks, of the platform instead of a framework."""
+
+    @staticmethod
+    def get_rank(group: Any = None) -> int:
+        return get_platform().get_group_local_rank(group)
+
+    @staticmethod
+    def get_world_size(group: Any = None) -> int:
+        return len(get_platform().get_process_group_ranks(group))
+
+    @staticmethod
+    def new_group(ranks: list[int]) -> Any:
+        """The group of these ranks; None on a rank that is not one of them."""
+        return get_platform().create_group(ranks) if get_platform().get_rank() in ranks else None
+
+    @staticmethod
+    def all_gather_object(objects: list[Any], mine: Any, group: Any = None) -> None:
+        get_platform().all_gather_object(objects, mine, group)
+
+    @staticmethod
+    def all_reduce(tensor: torch.Tensor, group: Any = None) -> None:
+        collectives.all_reduce(tensor, group)
+
+    @staticmethod
+    def barrier(group: Any = None) -> None:
+        get_platform().barrier(group)
+
+
+dist = _Dist()
+
+__all__ = [
+    "collectives",
+    "differentiable",
+    "dist",
+    "groups",
+    "known_dtypes",
+    "on_mindspore",
+    "over_the_bridge",
+    "overlap",
+]

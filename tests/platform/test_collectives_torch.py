@@ -1,0 +1,46 @@
+"""What is PyTorch's own about collectives: the switch of the comparison, conjugated tensors, types of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.torch import collectives, differentiable, group_facts, messages
+from tests.world import run_on_ranks
+
+
+def test_the_environment_turns_the_comparison_on():
+    assert not collectives.COMPARES_RANKS
+    code = "from hyper_parallel.platform.torch import collectives; print(collectives.COMPARES_RANKS)"
+    environment = {**os.environ, "HYPER_PARALLEL_CHECK_COLLECTIVES": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=environment)
+    assert done.stdout.strip() == "True", done.stderr
+
+
+def test_the_platform_calls_are_these():
+    platform = get_platform()
+    for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast", "all_to_all_single"):
+        assert getattr(platform, name) is getattr(collectives, name)
+    for name in messages.__all__:
+        assert getattr(platform, name) is getattr(messages, name)
+    assert collectives.observers is group_facts.observers
+
+
+@run_on_ranks(2)
+def test_types_without_arithmetic_are_not_reduced():
+    with pytest.raises(ValueError, match="has no arithmetic; cast"):
+        collectives.all_reduce(torch.zeros(2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2), None)
+
+
+@run_on_ranks(2)
+def test_a_group_of_torch_that_this_rank_is_not_in_is_an_error():
+    group = dist.new_group([0])
+    if dist.get_rank() == 1:
+        with pytest.raises(ValueError, match=r"rank 1 is not a member of this group; only members use it"):
+            differentiable.vary(torch.ones(1), group)
