@@ -53,6 +53,11 @@ class DistributedTensorSupport(ABC):
         """Let ``intercept(kind, func, types, args, kwargs)`` answer every operator that meets a DTensor."""
 
     @staticmethod
+    def take_masked_functions(promise: Any, refuse: Any) -> None:
+        """Let functions of the framework that mask with plain tensors of their own be called with DTensors."""
+        del promise, refuse  # most frameworks have none
+
+    @staticmethod
     @abstractmethod
     def set_rebuilder(rebuild: Any) -> Any:
         """Let ``rebuild(local, layout_dict, shape, requires_grad, is_param)`` make DTensors of pickled parts."""
