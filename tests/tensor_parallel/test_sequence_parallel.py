@@ -1,7 +1,10 @@
 """What tensor and sequence parallelism send, block by block, and the trap of a norm over each head."""
 
+import gc
+
 import pytest
 import torch
+import torch.utils.checkpoint
 
 import hyper_parallel as hp
 from tests.tensor_parallel.toy import Attention, Block, same_as_one_device, sp_plan, tp_plan
@@ -122,3 +125,40 @@ def test_uneven_plain_blocks_are_an_error_on_every_rank() -> None:
     out = norm(block)
     with pytest.raises(RuntimeError, match=r"got blocks of different sizes \(rank 0: \(2, 3, 8\), rank 1: \(2, 2, 8\)"):
         out.full_tensor()
+
+
+@run_on_ranks(2)
+def test_nothing_is_kept_between_steps_and_checkpoints_recompute() -> None:
+    """Edges that tensors remember die with them, without the garbage collector."""
+    mesh = _mesh()
+    kinds = (torch.Tensor, hp.DTensor)
+    for kind, plan in (("tp", tp_plan()), ("sp", sp_plan()), ("sp_local", sp_plan(local=True))):
+        torch.manual_seed(0)
+        block = hp.parallelize_module(Block(8, 4, 12).double(), mesh, _block_plan(plan))
+
+        def step(recompute: bool, block=block, kind=kind) -> list[torch.Tensor]:
+            block.zero_grad()
+            x = hp.distribute_tensor(_x(), mesh, [hp.Replicate() if kind == "tp" else hp.Shard(1)])
+            start = (x if kind == "sp" else x.to_local()).requires_grad_() * 1
+            if recompute:
+                out = torch.utils.checkpoint.checkpoint(block, start, use_reentrant=False)
+            else:
+                out = block(start)
+            (out.to_local() if isinstance(out, hp.DTensor) else out).square().sum().backward()
+            return [parameter.grad.clone() for parameter in block.parameters()]
+
+        wanted = step(False)
+        for mine, want in zip(step(True), wanted, strict=True):
+            torch.testing.assert_close(mine, want)
+        del wanted, mine, want
+        gc.collect()
+        gc.disable()
+        try:
+            counts = []
+            for number in range(12):
+                step(recompute=number % 2 == 1)
+                counts.append(sum(type(value) in kinds for value in gc.get_objects()))
+        finally:
+            gc.enable()
+        # A tensor more or less may be in the hands of a communication that is just ending; one per step is a leak.
+        assert counts[-1] - counts[1] < 8, counts

@@ -200,12 +200,15 @@ def test_copies_and_layers_with_a_forward_of_their_own() -> None:
         model = _double(Doubled, 4, 6)
         same_as_one_device(model, lambda m, s=style: hp.parallelize_module(m, mesh, s), (_x(2, 4),), num_steps=1)
     ours = hp.parallelize_module(_double(Mlp, 4, 6), mesh, {"up": hp.ColwiseParallel(), "down": hp.RowwiseParallel()})
+    with hp.CommRecorder() as recorder:
+        ours.float().double()
+    assert not recorder.records, recorder.table()
     copied = copy.deepcopy(ours)
     with torch.no_grad():
         for parameter in ours.parameters():
             if isinstance(parameter, hp.DTensor):
                 parameter.zero_()
-    torch.testing.assert_close(copied(_x(2, 4)), _double(Mlp, 4, 6)(_x(2, 4)))
+    torch.testing.assert_close(copied(_x(2, 4)), _double(Mlp, 4, 6).float().double()(_x(2, 4)))
     assert not ours(_x(2, 4)).any()
 
 
