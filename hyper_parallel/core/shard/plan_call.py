@@ -193,7 +193,9 @@ class PlannedCall:
             self._local_call(None, call.args, call.kwargs)
         ):
             self.local = None
-        self.copies_view = (self.moves or self.local is not None) and is_view_call(name, call.args)
+        # The same on every rank: not where one rank only needs ``local``.
+        is_always_local = signature.local is not None and signature.needs_local is None
+        self.copies_view = (self.moves or is_always_local) and is_view_call(name, call.args)
         self.gives_nothing = self._gives_nothing()
         self.is_direct = not self.changes and self.local is None and self.rewritten is None
         self.wrap = _platform.result_wrapper(DTensor, self.output_layouts, self.output_shapes, not self.is_direct)

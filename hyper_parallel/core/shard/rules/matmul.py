@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
-from hyper_parallel.core.shard.added_term import added_once
+from hyper_parallel.core.shard.added_term import added_once, replace_tensor
+from hyper_parallel.core.shard.empty_blocks import has_empty_block
 from hyper_parallel.core.shard.rule_table import einsum_rule, rule
 from hyper_parallel.core.shard.signature import Labels, LocalCall, OpCall, Signature, broadcast_labels, letters
 
@@ -100,7 +103,23 @@ def term_plus_product(call: OpCall) -> Signature | None:
     if not is_linear:
         return Signature(inputs, (output,))
     care: dict[str, Any] = {} if call.name.endswith("_") else added_once(0)
+    if call.name == "addmv":
+        care = _with_stretched_term(**care)
     return Signature(inputs, (output,), reduces=reduces, linear=_FACTOR_AND_TERM, **care)
+
+
+def _with_stretched_term(
+    local: Callable[[LocalCall], Any], needs_local: Callable[[LocalCall], bool]
+) -> dict[str, Callable[[LocalCall], Any]]:
+    """``addmv`` of a matrix without rows gives the term as it is, however long: there it is stretched before."""
+
+    def stretched(call: LocalCall) -> Any:
+        if has_empty_block(call):
+            args, kwargs = replace_tensor(call, 0, lambda term: term.expand(call.local_output_shape()))
+            call = dataclasses.replace(call, args=tuple(args), kwargs=kwargs)
+        return local(call) if needs_local(call) else call.func(*call.args, **call.kwargs)
+
+    return {"local": stretched, "needs_local": lambda call: needs_local(call) or has_empty_block(call)}
 
 
 @rule("inner")

@@ -15,6 +15,7 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout, Shape
+from hyper_parallel.core.shard.empty_blocks import has_empty_block
 from hyper_parallel.core.shard.rule_table import rule
 from hyper_parallel.core.shard.signature import Labels, LocalCall, OpCall, Signature, letters
 from hyper_parallel.core.shard.special_ops import SPECIAL_OPS
@@ -108,7 +109,15 @@ def pairs_of_reals(call: OpCall) -> Signature:
     shared = letters(min(call.tensors[0].ndim, len(call.outputs[0])))
     before = shared + (None,) * (call.tensors[0].ndim - len(shared))
     after = shared + (None,) * (len(call.outputs[0]) - len(shared))
-    return Signature((before,), (after,), linear=ALONE)
+    if call.name == "view_as_complex":
+        return Signature((before,), (after,), linear=ALONE)
+    return Signature((before,), (after,), linear=ALONE, local=_empty_pairs, needs_local=has_empty_block)
+
+
+def _empty_pairs(call: LocalCall) -> Any:
+    """The framework's gradient of ``view_as_real`` refuses a block without elements."""
+    (block,) = (*call.args, *call.kwargs.values())
+    return _platform.cat([block.real.unsqueeze(-1), block.imag.unsqueeze(-1)], -1)
 
 
 @rule("atleast_1d", "atleast_2d", "atleast_3d")
