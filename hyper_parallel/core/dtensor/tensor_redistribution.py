@@ -10,6 +10,7 @@ from hyper_parallel.core.dtensor.blocks import Box, box_in, intersection
 from hyper_parallel.core.dtensor.layout import Layout, Shape
 from hyper_parallel.core.dtensor.redistribution_plan import (
     ALL_REDUCE,
+    COMMUNICATING,
     EMBED,
     GATHER,
     REDUCE_SCATTER,
@@ -41,7 +42,11 @@ def bound_steps(source: Layout, target: Layout, shape: Shape) -> tuple[Callable[
     plan = plan_redistribution(source, target, shape)
     world = get_platform().world_generation()
     if plan.bound is None or plan.bound[0] != world:
-        plan.bound = (world, tuple(_bind(step, shape) for step in plan.steps))
+        following = (*plan.steps[1:], None)
+        plan.bound = (
+            world,
+            tuple(_bind(step, shape, after) for step, after in zip(plan.steps, following, strict=True)),
+        )
     return plan.bound[1]
 
 
@@ -57,7 +62,7 @@ class Done:
         return self._result
 
 
-def _bind(step: Step, shape: Shape) -> Callable[[Any], Any]:
+def _bind(step: Step, shape: Shape, following: Step | None = None) -> Callable[[Any], Any]:
     platform = get_platform()
     mesh = step.source.mesh
     coordinate = mesh.get_coordinate()
@@ -66,6 +71,9 @@ def _bind(step: Step, shape: Shape) -> Callable[[Any], Any]:
     before, after = step.source.local_region(shape), step.target.local_region(shape)
     if step.kind == SLICE:
         box = box_in(after, before)
+        if following is not None and following.kind in COMMUNICATING and mesh.size(following.axes) > 1:
+            index = tuple(slice(start, start + length) for start, length in box)
+            return lambda tensor: Done(tensor[index])  # the next step copies what it sends
         return lambda tensor: Done(platform.slice_block(tensor, box))
     if step.kind == EMBED:
         box = box_in(before, after)
