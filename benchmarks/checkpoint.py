@@ -39,7 +39,7 @@ NUM_RANKS = 4
 STATES = {"2,000 x 16 KiB": (2000, (64, 64)), "32 x 32 MiB": (32, (2048, 4096))}
 QUICK_STATES = {"200 x 16 KiB": (200, (64, 64)), "4 x 8 MiB": (4, (1024, 2048))}
 # (what, ratio to torch's that is wanted for small tensors, for large ones)
-TARGETS = {"save": (0.1, 1.0), "load": (0.1, 1.0), "load, other layout": (0.1, 0.7)}
+TARGETS = {"save": (0.1, 1.0), "async save, stall": (0.3, 0.3), "load": (0.1, 1.0), "load, other layout": (0.1, 0.7)}
 
 
 def our_state(count: int, shape: tuple[int, ...], dim: int, fill: bool) -> dict[str, Any]:
@@ -134,14 +134,17 @@ def measure_state(
         def save_ours(mine: Path = mine) -> None:
             state = our_state(count, shape, 0, fill=True)
             note("ours", "save", lambda: checkpoint.save(state, checkpoint_id=mine))
+            stall(note, "ours", lambda: checkpoint.async_save(state, checkpoint_id=mine))
 
         def save_theirs(other: Path = other) -> None:
             state = their_state(count, shape, 0, fill=True)
             note("torch", "save", lambda: dcp.save(state, checkpoint_id=other))
+            stall(note, "torch", lambda: dcp.async_save(state, checkpoint_id=other))
 
         def save_raw() -> None:
             blocks = [tensor.to_local() for tensor in our_state(count, shape, 0, fill=True).values()]
             note("raw", "save", lambda: raw_write(directory, rank, blocks))
+            stall(note, "raw", lambda: [block.clone() for block in blocks])
 
         # In turn, so that nobody always comes after the same one.
         saves = [save_ours, save_theirs, save_raw]
@@ -161,6 +164,15 @@ def measure_state(
         if rank == 0:
             shutil.rmtree(mine)
             shutil.rmtree(other)
+
+
+def stall(note: Callable[..., None], library: str, start: Callable[[], Any]) -> None:
+    """How long training stands still for a save in the background; the save itself is awaited outside of that."""
+    started = []
+    note(library, "async save, stall", lambda: started.append(start()))
+    if library != "raw":
+        started[0].result()
+    dist.barrier()
 
 
 def time_planning(num_ranks: int = 1024, num_tensors: int = 5000) -> float:

@@ -296,19 +296,24 @@ def test_the_program_ends_while_its_checkpoint_is_written(tmp_path, ending):
     program = context.Process(target=_save_behind_a_gate, args=(there, tmp_path, ending))
     program.start()
     there.close()
-    writer = here.recv()
-    if ending == "killed":
+    try:
+        writer = here.recv()
+        if ending == "killed":
+            program.kill()
+            program.join()
+        assert _is_alive(writer)
+        loaded = {"x": None}
+        ckpt.load(loaded, checkpoint_id=tmp_path / "c", no_dist=True)
+        assert len(loaded["x"]) == 5
+        (tmp_path / "gate").touch()
+        if ending == "normal":
+            assert here.recv() == "finished"
+            program.join()
+            assert program.exitcode == 0
+    finally:
+        (tmp_path / "gate").touch()
         program.kill()
         program.join()
-    assert _is_alive(writer)
-    loaded = {"x": None}
-    ckpt.load(loaded, checkpoint_id=tmp_path / "c", no_dist=True)
-    assert len(loaded["x"]) == 5
-    (tmp_path / "gate").touch()
-    if ending == "normal":
-        assert here.recv() == "finished"
-        program.join()
-        assert program.exitcode == 0
     _wait_for(lambda: not _is_alive(writer))  # it does not stay
     ckpt.load(loaded, checkpoint_id=tmp_path / "c", no_dist=True)
     assert len(loaded["x"]) == 6 and _num_files(tmp_path / "c") == 1
@@ -353,13 +358,18 @@ def test_a_rank_is_killed_before_it_has_handed_its_part_over(tmp_path):
         rank.start()
     for _, there in pipes:
         there.close()
-    writers = [here.recv() for here, _ in pipes]
-    assert pipes[1][0].recv() == "stuck"
-    ranks[1].kill()
-    ranks[1].join()
-    assert "rank 1: it is gone" in pipes[0][0].recv()
-    assert pipes[0][0].recv() == "end"
-    ranks[0].join()
+    try:
+        writers = [here.recv() for here, _ in pipes]
+        assert pipes[1][0].recv() == "stuck"
+        ranks[1].kill()
+        ranks[1].join()
+        assert "rank 1: it is gone" in pipes[0][0].recv()
+        assert pipes[0][0].recv() == "end"
+        ranks[0].join()
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
     _wait_for(lambda: not any(map(_is_alive, writers)))
     loaded = {"x": torch.zeros(4)}
     ckpt.load(loaded, checkpoint_id=tmp_path / "c", no_dist=True)
