@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -38,6 +39,8 @@ _SAFETENSORS_NAMES = {
     "bool": "BOOL",
 }
 DTYPE_OF_SAFETENSORS_NAME = {name: dtype for dtype, name in _SAFETENSORS_NAMES.items()}
+
+_WORTH_A_THREAD = 16 << 20  # bytes of a file
 
 
 @dataclass
@@ -91,12 +94,21 @@ def write_shards(
         name = data_file_name(save_name, rank, number)
         if names is not None:
             names.append(name)
+        data = [item.data for item in group]
+        num_bytes = sum(map(len, data))
+        if num_bytes < _WORTH_A_THREAD:
+            checksums = list(map(crc32c, data))
+            writer.write_file(name, [header, *data])
+        else:  # Writing waits for the disk, and checksums let other threads run.
+            with ThreadPoolExecutor(1) as pool:
+                pending = pool.submit(lambda data=data: list(map(crc32c, data)))  # type: ignore[misc]
+                writer.write_file(name, [header, *data])
+                checksums = pending.result()
         written += [
-            WrittenItem(number, start, len(item.data), crc32c(item.data), item.encoding)
-            for item, start in zip(group, starts, strict=True)
+            WrittenItem(number, start, len(item.data), crc, item.encoding)
+            for item, start, crc in zip(group, starts, checksums, strict=True)
         ]
-        writer.write_file(name, [header, *(item.data for item in group)])
-        files.append(WrittenFile(name, len(header), sum(len(item.data) for item in group), crc32c(header)))
+        files.append(WrittenFile(name, len(header), num_bytes, crc32c(header)))
     if files:
         writer.flush()
     return RankReport(files, written)
