@@ -31,6 +31,7 @@ from hyper_parallel.core.distributed_checkpoint.merge_specs import merge_specs
 from hyper_parallel.core.distributed_checkpoint.metadata import ChunkStorageMetadata, TensorProperties, dtype_size
 from hyper_parallel.core.distributed_checkpoint.planner import WriteItemType
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.platform import Platform
 from tests.world import run_on_ranks
 
 # ---------------------------------------------------------------- descriptions
@@ -507,3 +508,15 @@ def test_plans_are_not_gathered(tmp_path):
     else:
         assert len(sizes) == 2  # the fingerprint, and where the 50 chunks went
         assert sizes[0] < 500
+
+
+def test_a_platform_without_its_own_way_to_the_bits_has_numpys():
+    platform = get_platform()
+    for values in (torch.tensor([1.5, -2.0]), torch.tensor(7), torch.tensor([True, False]), torch.zeros(0, 2)):
+        raw = Platform.raw_array(platform, values)
+        np.testing.assert_array_equal(raw, platform.raw_array(values))
+        target = torch.zeros_like(values)
+        Platform.set_raw(platform, target, raw)
+        assert torch.equal(target, values)
+    with pytest.raises(TypeError, match="dtype bfloat16 has no raw bits on this platform"):
+        Platform.raw_array(platform, torch.zeros(2).bfloat16())
