@@ -27,7 +27,7 @@ from rich.table import Table
 from rich.text import Text
 
 BATCH, LENGTH = 4, 128
-LEARNING_RATE, NUM_RISING, EPS = 1e-3, 10, 1e-6  # the rate rises over the first steps: rounding is not blown up
+LEARNING_RATE, NUM_RISING, EPS = 1e-3, 10, 1e-5  # the rate rises over the first steps: rounding is not blown up
 NUM_WARM_UP = 3  # steps that the speed is not measured on
 TOLERANCE = 1e-4
 COLOURS_VARIABLE = "EXAMPLE_COLOURS"  # set when the drawing is for a terminal with colours

@@ -258,7 +258,9 @@ def _read_ends(model: Any, modules: Mapping[str, Any], roles: Roles, skipped: fr
     if vocabulary is None and embeddings:
         vocabulary = max(embeddings, key=lambda path: platform.own_parameters(modules[path])["weight"].shape[0])
     if vocabulary in embeddings:
-        roles.vocabularies.append(vocabulary)
+        table = platform.own_parameters(modules[vocabulary])["weight"]
+        tied = [path for path in embeddings if platform.own_parameters(modules[path])["weight"] is table]
+        roles.vocabularies += tied  # an encoder and a decoder may look up in one table
     head = told("get_output_embeddings")
     if head is None and vocabulary in embeddings:
         size = platform.own_parameters(modules[vocabulary])["weight"].shape[0]

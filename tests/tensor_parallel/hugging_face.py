@@ -78,13 +78,63 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
 }
 
+# Families that no list of ours names: their plans come from the structure.
+OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gemma2": (
+        "Gemma2ForCausalLM",
+        "Gemma2Config",
+        {**_DECODER, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 4},
+    ),
+    "phi": (
+        "PhiForCausalLM",
+        "PhiConfig",
+        {**_DECODER, "resid_pdrop": 0.0, "partial_rotary_factor": 0.5, "num_key_value_heads": 4},
+    ),
+    "phi3": ("Phi3ForCausalLM", "Phi3Config", {**_DECODER, "resid_pdrop": 0.0, "embd_pdrop": 0.0}),
+    "gpt_neox": (
+        "GPTNeoXForCausalLM",
+        "GPTNeoXConfig",
+        {**_DECODER, "hidden_dropout": 0.0, "attention_dropout": 0.0},
+    ),
+    "opt": (
+        "OPTForCausalLM",
+        "OPTConfig",
+        {**_DECODER, "ffn_dim": 24, "dropout": 0.0, "word_embed_proj_dim": 16, "init_std": 0.3},
+    ),
+    "t5": (
+        "T5ForConditionalGeneration",
+        "T5Config",
+        {
+            "vocab_size": VOCABULARY,
+            "d_model": 16,
+            "d_kv": 4,
+            "d_ff": 24,
+            "num_layers": 2,
+            "num_heads": 4,
+            "dropout_rate": 0.0,
+            "decoder_start_token_id": 0,
+        },
+    ),
+    "vit": (
+        "ViTForImageClassification",
+        "ViTConfig",
+        {
+            **{name: _BERT[name] for name in _BERT if name not in ("vocab_size", "max_position_embeddings")},
+            "image_size": 8,
+            "patch_size": 4,
+            "num_labels": 5,
+            "id2label": {number: str(number) for number in range(5)},
+        },
+    ),
+}
+
 
 def build(name: str, dtype: torch.dtype = torch.float64) -> torch.nn.Module:
     """The model, the same weights on every call."""
     import transformers
 
     transformers.logging.set_verbosity_error()
-    model_class, config_class, sizes = CASES[name]
+    model_class, config_class, sizes = {**CASES, **OTHERS}[name]
     config = getattr(transformers, config_class)(**sizes)
     if "num_local_experts" in sizes:
         config._experts_implementation = "eager"  # the grouped kernel has no float64
@@ -100,12 +150,15 @@ def build(name: str, dtype: torch.dtype = torch.float64) -> torch.nn.Module:
 def batch(name: str, length: int = 6) -> dict[str, torch.Tensor]:
     """Three sequences, one of them padded on the right; labels where the model has a loss."""
     generator = torch.Generator().manual_seed(1)
+    if name == "vit":
+        pixels = torch.randn(3, 3, 8, 8, generator=generator, dtype=torch.float64)
+        return {"pixel_values": pixels, "labels": torch.arange(3)}
     ids = torch.randint(3, VOCABULARY, (3, length), generator=generator)
     mask = torch.ones_like(ids)
     mask[1, length - 2 :] = 0
     ids[mask == 0] = 0
     given = {"input_ids": ids, "attention_mask": mask}
-    if CASES[name][0] != "BertModel":
+    if name != "bert":
         given["labels"] = ids.masked_fill(mask == 0, -100)
     return given
 

@@ -11,6 +11,7 @@ pytest.importorskip("transformers", reason='these models are in an extra: pip in
 
 from tests.tensor_parallel.hugging_face import (
     CASES,
+    OTHERS,
     VOCABULARY,
     assert_same,
     batch,
@@ -43,6 +44,14 @@ def test_training_equals_one_device(name):
     want = train(build(name, torch.float32), given)
     got = train(_cut(name, torch.float32, sequence_parallel=True), given)
     assert_same(got, want, rtol=1e-3, atol=1e-4)
+
+
+@run_on_ranks(2)
+@pytest.mark.parametrize("name", OTHERS)
+def test_families_without_a_name_in_our_list(name):
+    plain, cut, given = build(name), _cut(name, sequence_parallel=True), batch(name)
+    with in_double():
+        assert_same(train(cut, given), train(plain, given), rtol=1e-9, atol=1e-9)
 
 
 @run_on_ranks(2, 4)
