@@ -14,7 +14,8 @@ from typing import Any
 
 from mindspore import Tensor
 
-from hyper_parallel.platform.mindspore import private_api, tensors
+from hyper_parallel.platform.mindspore import private_api
+from hyper_parallel.platform.mindspore.tensors import zeros
 
 
 class _Nothing(private_api.Function):
@@ -23,11 +24,11 @@ class _Nothing(private_api.Function):
     @staticmethod
     def forward(ctx: Any, shape: tuple[int, ...], dtype: Any, *tensors: Any) -> Any:
         ctx.described = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
-        return tensors.zeros(shape, dtype=dtype)
+        return zeros(shape, dtype=dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
-        return None, None, *(tensors.zeros(shape, dtype=dtype) for shape, dtype in ctx.described)
+        return None, None, *(zeros(shape, dtype=dtype) for shape, dtype in ctx.described)
 
 
 class _Silent(private_api.Function):
@@ -39,14 +40,14 @@ class _Silent(private_api.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
-        return tensors.zeros(tuple(gradient.shape), dtype=gradient.dtype)
+        return zeros(tuple(gradient.shape), dtype=gradient.dtype)
 
 
 def zeros_of(shape: Sequence[int], dtype: Any, *tensors: Any) -> Any:
     """Zeros that keep the tensors that need a gradient in the graph, with gradients of zeros."""
     recorded = [tensor for tensor in tensors if isinstance(tensor, Tensor) and private_api.requires_grad(tensor)]
     if not recorded or not private_api.is_recording():
-        return tensors.zeros(tuple(shape), dtype=dtype)
+        return zeros(tuple(shape), dtype=dtype)
     return _Nothing.apply(tuple(shape), dtype, *recorded)
 
 
