@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
+from hyper_parallel.core.shard.gather_fallback import run_gathered
 from hyper_parallel.platform import get_platform
 
 _platform = get_platform()
@@ -40,3 +41,19 @@ SPECIAL_OPS: dict[str, Handler] = dict.fromkeys(
     ),
     _on_whole_values,
 )
+
+
+def _with_zero_states(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Recurrent layers, which are gathered. Their modules make plain zeros for the first state: whole on any rank."""
+    meshes: list[Any] = []
+    _platform.tree_map(lambda value: meshes.append(value.device_mesh) if isinstance(value, DTensor) else None, args)
+
+    def whole(value: Any) -> Any:
+        if isinstance(value, DTensor) or not _platform.is_tensor(value) or not value.ndim or bool(value.any()):
+            return value
+        return DTensor.from_local(value, meshes[0], shape=value.shape)
+
+    return run_gathered(func, _platform.tree_map(whole, args), kwargs)
+
+
+SPECIAL_OPS.update(dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), _with_zero_states))
