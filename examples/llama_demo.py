@@ -144,7 +144,7 @@ def run_rank(num_steps: int, kill_rank: int | None, svg_path: str | None) -> Non
     platform = hp.get_platform()
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     platform.init_process_group(
-        init_method=os.environ[INIT_METHOD_VARIABLE], rank=rank, world_size=num_ranks, timeout=timedelta(seconds=120)
+        init_method=os.environ[INIT_METHOD_VARIABLE], rank=rank, world_size=num_ranks, timeout=timedelta(seconds=600)
     )
     mesh = hp.init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("tp",))
     model = hp.parallelize_module(make_model(), mesh, hp.models.llama_plan(sequence_parallel=True))
@@ -288,7 +288,7 @@ def run_demo(num_ranks: int, num_steps: int, kill_rank: int | None, svg_path: st
         if console.is_terminal and console.color_system:
             os.environ[COLOURS_VARIABLE] = "1"
         try:
-            for rank, message in run_ranks(command, num_ranks, silence_seconds=120.0):
+            for rank, message in run_ranks(command, num_ranks, silence_seconds=600.0):
                 if "step" in message:
                     on_cut(message["step"], None)
                 else:

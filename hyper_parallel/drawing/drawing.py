@@ -61,7 +61,8 @@ def draw(what: Any, *args: Any, **kwargs: Any) -> Drawing:
 
     >>> from hyper_parallel import Layout
     >>> mesh = Layout((2, 2), ("dp", "tp"), init_backend=False)
-    >>> print(draw({"x": mesh("dp", "None"), "weight": mesh("None", "tp")}))
+    >>> draw({"x": mesh("dp", "None"), "weight": mesh("None", "tp")})
+    Drawing(layouts, 2 lines)
     """
     platform = get_platform()
     if isinstance(what, platform.Module):

@@ -17,7 +17,7 @@ def _demo(*arguments, folder=EXAMPLES):
         [sys.executable, folder / "llama_demo.py", *arguments],
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1200,
         env={**environment, "GLOO_SOCKET_IFNAME": "lo", "HYPER_PARALLEL_PLATFORM": "torch"},
     )
 

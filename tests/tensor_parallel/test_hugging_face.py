@@ -22,6 +22,8 @@ from tests.tensor_parallel.hugging_face import (
     whole,
 )
 
+TIMEOUT = 600  # seconds; the first test on a world imports transformers on every rank
+
 
 def _mesh():
     return hp.init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("tp",))
@@ -32,7 +34,7 @@ def _cut(name, dtype=torch.float64, **options):
     return hp.parallelize_module(model, _mesh(), hp.plans.for_model(model, **options))
 
 
-@run_on_ranks(2, 4)
+@run_on_ranks(2, 4, timeout=TIMEOUT)
 @pytest.mark.parametrize("name", CASES)
 def test_training_equals_one_device(name):
     plain, given = build(name), batch(name)
@@ -46,7 +48,7 @@ def test_training_equals_one_device(name):
     assert_same(got, want, rtol=1e-3, atol=1e-4)
 
 
-@run_on_ranks(2)
+@run_on_ranks(2, timeout=TIMEOUT)
 @pytest.mark.parametrize("name", OTHERS)
 def test_families_without_a_name_in_our_list(name):
     plain, cut, given = build(name), _cut(name, sequence_parallel=True), batch(name)
@@ -54,7 +56,7 @@ def test_families_without_a_name_in_our_list(name):
         assert_same(train(cut, given), train(plain, given), rtol=1e-9, atol=1e-9)
 
 
-@run_on_ranks(2, 4)
+@run_on_ranks(2, 4, timeout=TIMEOUT)
 def test_a_tied_weight_stays_one_parameter_with_one_gradient():
     for name, head in (("llama_tied", "lm_head"), ("gpt2", "lm_head")):
         model = _cut(name)
@@ -62,7 +64,7 @@ def test_a_tied_weight_stays_one_parameter_with_one_gradient():
         assert len(list(model.parameters())) == len(list(build(name).parameters()))
 
 
-@run_on_ranks(2)
+@run_on_ranks(2, timeout=TIMEOUT)
 def test_weights_lie_as_the_plan_says():
     model = _cut("llama")
     layouts = {name: parameter.placements for name, parameter in model.named_parameters()}
@@ -75,7 +77,7 @@ def test_weights_lie_as_the_plan_says():
             assert placements == ((hp.Shard(expected[part]),) if part in expected else (hp.Replicate(),)), name
 
 
-@run_on_ranks(2)
+@run_on_ranks(2, timeout=TIMEOUT)
 def test_collectives_per_step():
     """Plain: one all-reduce per half block and pass, one for embedding and head. Sequence: gather and scatter."""
     num_layers, given = 2, batch("llama", length=8)
@@ -98,7 +100,7 @@ def test_collectives_per_step():
             assert backward.counts == {"all_reduce": 2 * num_layers + 1}
 
 
-@run_on_ranks(2)
+@run_on_ranks(2, timeout=TIMEOUT)
 def test_outputs_are_plain_and_whole_or_cut_as_asked():
     given = batch("llama")
     plain, cut = _cut("llama")(**given), _cut("llama", plain_outputs=False)(**given)
@@ -108,7 +110,7 @@ def test_outputs_are_plain_and_whole_or_cut_as_asked():
     torch.testing.assert_close(plain[1], plain.logits)
 
 
-@run_on_ranks(2, 4)
+@run_on_ranks(2, 4, timeout=TIMEOUT)
 def test_a_loss_of_ones_own_on_the_plain_logits():
     given = {name: value for name, value in batch("qwen3").items() if name != "labels"}
     target = torch.arange(18).reshape(3, 6) % VOCABULARY
@@ -121,7 +123,7 @@ def test_a_loss_of_ones_own_on_the_plain_logits():
     assert_same(grads[1], grads[0], rtol=1e-9, atol=1e-9)
 
 
-@run_on_ranks(2)
+@run_on_ranks(2, timeout=TIMEOUT)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "mixtral"])
 def test_gradient_checkpointing(name):
     given = batch(name)
@@ -132,7 +134,7 @@ def test_gradient_checkpointing(name):
         assert_same(train(cut, given, 1), train(plain, given, 1), rtol=1e-9, atol=1e-9)
 
 
-@run_on_ranks(2)
+@run_on_ranks(2, timeout=TIMEOUT)
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "gpt2", "mixtral"])
 def test_generate(name):
     ids = batch(name)["input_ids"][:2, :4].clamp(min=3)
@@ -146,7 +148,7 @@ def test_generate(name):
         assert torch.equal(cut[0].generate(ids, use_cache=False, **arguments), want)
 
 
-@run_on_ranks(2)
+@run_on_ranks(2, timeout=TIMEOUT)
 def test_eval_mode_left_padding_and_embeddings_as_inputs():
     plain, cut = build("llama").eval(), _cut("llama", sequence_parallel=True).eval()
     given = batch("llama")
@@ -161,7 +163,7 @@ def test_eval_mode_left_padding_and_embeddings_as_inputs():
     torch.testing.assert_close(inputs[1].grad, inputs[0].grad, rtol=1e-9, atol=1e-9)
 
 
-@run_on_ranks(4)
+@run_on_ranks(4, timeout=TIMEOUT)
 def test_on_the_tensor_axis_of_a_larger_mesh():
     """Two replicas over dp, each cut over tp; the gradients of the replicas' own batches are averaged."""
     mesh = hp.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
