@@ -11,8 +11,8 @@ MINDSPORE_VENV := .venv-mindspore
 # compare the frameworks and start ranks with torchrun.
 EXTRAS ?= torch,dev
 MINDSPORE_EXTRAS ?= mindspore,torch,dev
-# make test PLATFORM=torch TESTS=tests/platform/test_collectives.py; both: PLATFORM="torch mindspore"
-PLATFORM ?= torch
+# make test PLATFORM=torch TESTS=tests/platform/test_collectives.py; without PLATFORM both frameworks, one by one
+PLATFORM ?= torch mindspore
 TESTS ?= tests
 # Extra arguments: make test ARGS="-k all_reduce --world-size 4", make demo ARGS="--steps 200"
 ARGS ?=
@@ -26,7 +26,7 @@ MINDSPORE_STAMP := $(MINDSPORE_VENV)/.installed-$(MINDSPORE_EXTRAS)
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: $(if $(filter torch,$(PLATFORM)),$(STAMP)) $(if $(filter mindspore,$(PLATFORM)),$(MINDSPORE_STAMP)) ## make .venv with the pinned versions (PLATFORM=mindspore: .venv-mindspore)
+setup: $(if $(filter torch,$(PLATFORM)),$(STAMP)) $(if $(filter mindspore,$(PLATFORM)),$(MINDSPORE_STAMP)) ## make .venv and .venv-mindspore with the pinned versions (PLATFORM=torch: only .venv)
 	@:
 
 # $(1): environment, $(2): extras. The stamp is written last, so an interrupted setup starts again. setuptools comes
@@ -53,7 +53,7 @@ demo: $(STAMP) ## train a small Llama cut over 4 local processes, next to one pr
 	@$(BIN)/python examples/llama_demo.py $(ARGS)
 
 # Both frameworks are tested even when the first one fails; the status is that of the worse.
-test: setup ## run the tests (PLATFORM=torch or mindspore, TESTS=path, ARGS="-k name")
+test: setup ## run the tests on both frameworks (PLATFORM=torch or mindspore: one, TESTS=path, ARGS="-k name")
 	@failed=0; for platform in $(PLATFORM); do \
 		bin=$(BIN); test $$platform != mindspore || bin=$(MINDSPORE_VENV)/bin; \
 		$$bin/python -m pytest $(TESTS) --platform=$$platform $(ARGS) || failed=1; \

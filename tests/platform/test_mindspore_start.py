@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import signal
@@ -119,11 +120,17 @@ def test_another_version_of_mindspore_is_warned_about(monkeypatch):
 
 
 def test_private_names_are_in_one_file():
-    folder = Path(private_api.__file__).parent
-    named = {"_c_expression", "_pynative_executor", "_grad_function", "_make_subclass", "._grad ", "._requires_grad"}
-    for path in folder.glob("*.py"):
-        if path.name != "private_api.py":
-            assert not {name for name in named if name in path.read_text()}, path.name
+    private = {"_pynative_executor", "_Function", "_no_grad", "_make_subclass", "_grad", "_requires_grad", "_grad_node"}
+    for path in Path(private_api.__file__).parent.glob("*.py"):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        used = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+        used |= {alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
+        modules = {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+        if path.name == "private_api.py":
+            assert private <= used
+        else:
+            assert not private & used, path.name
+            assert not any(module.startswith("mindspore._") for module in modules), path.name
 
 
 def test_the_example_of_the_page_runs():

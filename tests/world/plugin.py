@@ -40,7 +40,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 _IMPORTS = {
-    "torch": re.compile(r"^\s*(import|from) (torch|hyper_parallel\.platform\.torch)\b", re.MULTILINE),
+    "torch": re.compile(
+        r"^\s*(import|from) (torch|hyper_parallel\.platform\.torch|tests\.shard\.op_coverage)\b", re.MULTILINE
+    ),
     "mindspore": re.compile(r"^\s*(import|from) (mindspore|hyper_parallel\.platform\.mindspore)\b", re.MULTILINE),
 }
 
@@ -53,8 +55,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     tested = config.getoption("--platform")
     if "from tests.frameworks import" in source:
         return None
-    if collection_path.parent.name == "tests" and tested != "torch":
-        return True  # About the package, its commands and pages: once is enough.
+    if collection_path.parent.name in ("tests", "world") and tested != "torch":
+        return True  # About the package, its commands and pages, or about the test world: once is enough.
     return True if any(found.search(source) for name, found in _IMPORTS.items() if name != tested) else None
 
 
