@@ -146,6 +146,9 @@ def test_generate(name):
         for model in cut:
             assert torch.equal(model.generate(ids, **arguments), want)
         assert torch.equal(cut[0].generate(ids, use_cache=False, **arguments), want)
+        with hp.implicit_replication():  # beam search picks from the cache outside of the model
+            beams = cut[0].generate(ids, num_beams=2, **arguments)
+        assert torch.equal(beams, plain.generate(ids, num_beams=2, **arguments))
 
 
 @run_on_ranks(2, timeout=TIMEOUT)
