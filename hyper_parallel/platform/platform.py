@@ -692,8 +692,12 @@ class Platform(DistributedTensorSupport):
     def set_raw(self, tensor: Any, array: Any) -> None:
         """Give the tensor (a DTensor: its block) these bits, unless ``array`` is its own memory already."""
         own = self.raw_array(tensor)
-        if own.__array_interface__["data"][0] != array.__array_interface__["data"][0]:
-            own[...] = array
+        place = own.__array_interface__["data"][0]
+        if own.size == 0 or place == array.__array_interface__["data"][0]:
+            return
+        if self.raw_array(tensor).__array_interface__["data"][0] != place:
+            raise TypeError("the bits of a tensor outside of the host's memory cannot be set on this platform")
+        own[...] = array
 
     @staticmethod
     @abstractmethod
