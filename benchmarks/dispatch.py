@@ -5,7 +5,8 @@ dispatch. Overhead is the time of a call minus that of the plain operator on a t
 processor times, since nothing here waits and other work on the machine should not count, and the fastest of many rounds
 that alternate between plain, ours and torch's, since everything that disturbs a call makes it slower.
 
-``--quick`` takes fewer rounds; the exit status is 1 when a target is missed.
+``--quick`` takes fewer rounds; the exit status is 1 when a target is missed. With ``--platform=mindspore`` it is
+MindSpore that is measured (``_dispatch_mindspore.py``).
 """
 
 from __future__ import annotations
@@ -20,6 +21,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+if "--platform=mindspore" in sys.argv:  # before PyTorch is imported, which need not be there
+    from _dispatch_mindspore import main as main_on_mindspore
+
+    sys.exit(main_on_mindspore())
 
 import torch
 import torch.distributed as dist

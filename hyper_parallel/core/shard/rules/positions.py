@@ -24,7 +24,7 @@ def check_positions(
     call: LocalCall, index: Any, layout: Layout, low: int, high: int, error: Callable[[int], Exception]
 ) -> None:
     """Raise ``error(position)`` on all ranks if a position, of a block under ``layout``, is not in [low, high)."""
-    if index.device.type != "cpu":
+    if not str(index.device).lower().startswith("cpu"):  # "cpu" and "cuda:0", or "CPU" and "Ascend:0"
         return
     smallest, largest = (int(index.min()), int(index.max())) if index.numel() else (low, low)
     axes = tuple(sorted({axis for cut in layout.cuts for axis in cut if call.mesh.shape[axis] > 1}))
