@@ -189,6 +189,8 @@ def all_samples() -> list[Sample]:
                 take(item)
 
     for file in sorted(Path(__file__).parent.glob("test_*.py")):
+        if "from tests.shard.validator import Sample" not in file.read_text():
+            continue
         for value in vars(importlib.import_module(f"tests.shard.{file.stem}")).values():
             take(value)
     return found
