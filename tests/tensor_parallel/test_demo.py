@@ -50,7 +50,7 @@ def test_demo_says_so_when_the_losses_differ(tmp_path):
     text = (EXAMPLES / "llama_demo.py").read_text()
     line = "    model = hp.parallelize_module(make_model(), mesh, hp.models.llama_plan(sequence_parallel=True))\n"
     assert text.count(line) == 1
-    spoiled = text.replace(line, f"{line}    model.blocks[0].attention.query.weight.requires_grad_(False)\n")
+    spoiled = text.replace(line, f"{line}    model.head.weight.requires_grad_(False)\n")
     (tmp_path / "llama_demo.py").write_text(spoiled)
     (tmp_path / "launch.py").write_text((EXAMPLES / "launch.py").read_text())
     done = _demo("--ranks", "2", "--steps", "12", folder=tmp_path)
