@@ -85,8 +85,8 @@ def test_python_block_runs(text, tmp_path):
 
 def test_readme_shows_an_example_as_it_is_and_the_command_that_runs_it_on_two_processes():
     (shown,) = [block.values[0] for block in _blocks("python") if block.id.startswith("README")]
-    assert shown == (ROOT / "examples" / "collectives.py").read_text()
-    assert ".venv/bin/torchrun --standalone --nproc-per-node 2 examples/collectives.py" in _commands()
+    assert shown == (ROOT / "examples" / "tensor_parallel.py").read_text()
+    assert ".venv/bin/torchrun --standalone --nproc-per-node 2 examples/tensor_parallel.py" in _commands()
 
 
 @pytest.mark.parametrize("command", _commands())
