@@ -487,6 +487,12 @@ class Platform(DistributedTensorSupport):
         return (0, 1) if cls.is_linear_module(module) else None
 
     @staticmethod
+    def weight_name(module: Any) -> str:
+        """What a dense layer or an embedding calls its weight."""
+        del module
+        return "weight"
+
+    @staticmethod
     def linear_function(module: Any) -> Callable[[Any, Any, Any], Any] | None:
         """``(x, weight, bias or None) -> output`` of a dense layer; None for a module that computes something else.
 

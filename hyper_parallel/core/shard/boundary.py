@@ -91,7 +91,7 @@ class Entry:
             refuse_cut_uses(plain, layout, self.where)
             self._is_checked = True
         shape = self._global_shape(plain, layout)
-        if shape is None or not needs_grad or getattr(plain, "is_leaf", True):
+        if shape is None or not needs_grad or _platform.is_leaf(plain):
             return DTensor.from_local(plain, self.mesh, layout, shape=shape)
         self._check_block(plain, layout, shape)
         lawful = layout.gradient()

@@ -66,7 +66,7 @@ class _CutWeight(ParallelStyle):
             )
         weight, bias, wanted = self._placements(dims, device_mesh)
         lengths = {} if dims is None else {-1: _platform.own_parameters(module)["weight"].shape[dims[1]]}
-        distribute_parameter(module, "weight", device_mesh, weight, self.src_data_rank, where)
+        distribute_parameter(module, _platform.weight_name(module), device_mesh, weight, self.src_data_rank, where)
         distribute_parameter(module, "bias", device_mesh, bias, self.src_data_rank, where)
         enter = Entry(device_mesh, per_axis(self.input_layouts, device_mesh), wanted, where, lengths)
         leave = Exit(device_mesh, per_axis(self.output_layouts, device_mesh), self.use_local_output, where)

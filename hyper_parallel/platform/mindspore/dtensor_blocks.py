@@ -114,10 +114,13 @@ def exchange_blocks(
 
 
 def _assembled(pieces: list[tuple[Box, Any]], shape: tuple[int, ...], dtype: Any) -> Any:
-    """The tensor whose parts are given, by joining them dim by dim: pieces of a grid."""
+    """The tensor whose parts are given, in memory of its own, by joining them dim by dim: pieces of a grid."""
     pieces = [(box, piece) for box, piece in pieces if 0 not in piece.shape]
     if not pieces:
         return tensors.zeros(shape, dtype=dtype)
+    if len(pieces) == 1:
+        with private_api.no_grad():
+            return clone(pieces[0][1])
     return _joined(pieces, 0, len(shape))
 
 

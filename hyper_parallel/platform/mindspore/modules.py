@@ -6,6 +6,8 @@ this rank's part of it.
 
 from __future__ import annotations
 
+import re
+import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -29,6 +31,7 @@ __all__ = [
     "install_parameter",
     "is_embedding_module",
     "is_linear_module",
+    "linear_function",
     "linear_weight_dims",
     "load_into_param",
     "own_parameters",
@@ -36,13 +39,16 @@ __all__ = [
     "register_forward_pre_hook",
     "register_full_backward_hook",
     "register_full_backward_pre_hook",
+    "replace_forward",
     "search_parameter_by_name",
     "set_layout_into_parameter",
     "update_param_data",
     "update_parameter_by_name",
+    "weight_name",
 ]
 
 _LAYOUT_ATTRIBUTE = "hyper_parallel_layout"
+_GIVEN_NO_NAME = re.compile(r"(Parameter([#$]\d+)?)?")  # what MindSpore calls a parameter that was given none
 
 
 # ---------------------------------------------------------------- modules
@@ -71,14 +77,48 @@ def linear_weight_dims(module: object) -> tuple[int, int] | None:
     return (0, 1) if is_linear_module(module) else None
 
 
+def weight_name(module: object) -> str:
+    """What a dense layer or an embedding calls its weight."""
+    return "embedding_table" if isinstance(module, nn.Embedding) else "weight"
+
+
+def linear_function(module: nn.Cell) -> Callable[[Any, Any, Any], Any] | None:
+    """What the layer computes of input, weight and bias; None for one that does more, as ``Dense`` with an activation.
+
+    A subclass with a ``construct`` of its own does more.
+    """
+    construct = type(module).construct
+    is_own = any(construct is kind.construct for kind in (nn.Dense, mint.nn.Linear))
+    if not is_own or "construct" in vars(module) or getattr(module, "activation_flag", False):
+        return None
+    return mint.nn.functional.linear
+
+
+def replace_forward(module: nn.Cell, forward: Callable[..., Any]) -> None:
+    """Let ``forward(module, ...)`` compute the module's output; hooks stay around it."""
+    module.construct = types.MethodType(forward, module)
+
+
 def own_parameters(module: nn.Cell) -> dict[str, Parameter]:
     """The parameters of the module itself, by their names there."""
     return {name: value for name, value in private_api.parameters_of(module).items() if value is not None}
 
 
-def install_parameter(module: nn.Cell, name: str, parameter: Parameter) -> None:
-    """Let ``parameter`` be the module's own parameter of that name."""
-    private_api.parameters_of(module)[name] = parameter
+def install_parameter(module: nn.Cell, name: str, parameter: Parameter | None) -> None:
+    """Let ``parameter`` be the module's own parameter of that name; one without a name of its own gets its path's.
+
+    ``None`` takes the parameter away.
+    """
+    own = private_api.parameters_of(module)
+    old = own.get(name)
+    if parameter is None:
+        own.pop(name, None)
+        vars(module)[name] = None
+        return
+    if _GIVEN_NO_NAME.fullmatch(parameter.name):
+        prefix = module.param_prefix
+        parameter.name = old.name if old is not None else f"{prefix}.{name}" if prefix else name
+    own[name] = parameter
     if name in vars(module):
         vars(module)[name] = parameter
 
