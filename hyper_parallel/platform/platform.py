@@ -679,6 +679,9 @@ class Platform(DistributedTensorSupport):
         """Slots as the first step would make them, to load values into; the values in them mean nothing."""
         return {}
 
+    def check_optimizer_state(self, optimizer: Any, slots: Any, options: Any) -> None:
+        """Raise if the optimizer cannot go on from this: slots (or None) by parameter name, options by group."""
+
     def set_optimizer_slots(self, optimizer: Any, parameter: Any, slots: Any) -> None:
         """Let the optimizer keep copies of these slots for a parameter; None: as before its first step."""
         raise TypeError(f"a {type(optimizer).__name__} does not take what it keeps for a parameter")

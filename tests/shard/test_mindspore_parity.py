@@ -1,107 +1,117 @@
-"""One small transformer, the same weights and data, on PyTorch in one process and on MindSpore, whole and cut over
-ranks: the losses of 10 steps of AdamW are equal."""
+"""One small transformer, the same weights and data, on PyTorch and on MindSpore, whole and cut over ranks: the losses
+of 10 steps of AdamW are equal, also when the other framework makes the second half from a checkpoint."""
 
 from __future__ import annotations
 
-import importlib
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import mindspore.mint.nn.functional as F
 import numpy as np
-from mindspore import Parameter, Tensor, mint, ops
+import pytest
+from mindspore import Parameter, Tensor, mint, nn, ops
 from mindspore.experimental import optim
 
 import hyper_parallel as hp
-from tests.world import run_on_ranks
+from hyper_parallel import checkpoint as ckpt
+from tests.shard.small_transformer import (
+    BATCH,
+    CUTS,
+    HEADS,
+    LENGTH,
+    RATE,
+    STEPS,
+    VOCABULARY,
+    WIDTH,
+    arrays,
+    train_on_torch,
+)
+from tests.world.world import Worlds
 
-VOCABULARY, LENGTH, WIDTH, HEADS, BATCH, STEPS, RATE = 16, 6, 8, 4, 4, 10, 0.01
-SHAPES = {
-    "table": (VOCABULARY, WIDTH),
-    "query": (WIDTH, WIDTH),
-    "key": (WIDTH, WIDTH),
-    "value": (WIDTH, WIDTH),
-    "out": (WIDTH, WIDTH),
-    "up": (4 * WIDTH, WIDTH),
-    "down": (WIDTH, 4 * WIDTH),
-    "head": (VOCABULARY, WIDTH),
-}
-# How tensor parallelism cuts them: rows of what comes first in a pair, columns of what comes second.
-CUTS = {"table": 0, "query": 0, "key": 0, "value": 0, "out": 1, "up": 0, "down": 1, "head": 0}
-
-
-def arrays() -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
-    random = np.random.RandomState(0)
-    weights = {name: (random.randn(*shape) * 0.3).astype(np.float32) for name, shape in SHAPES.items()}
-    tokens = random.randint(0, VOCABULARY, (BATCH, LENGTH)).astype(np.int32)
-    return weights, tokens, np.roll(tokens, -1, 1).reshape(-1)
+TIMEOUT = 300.0
 
 
-def losses_on_torch() -> list[float]:
-    torch = importlib.import_module("torch")
-    functional = torch.nn.functional
-    values, tokens, targets = arrays()
-    w = {name: torch.nn.Parameter(torch.from_numpy(value.copy())) for name, value in values.items()}
-    optimizer = torch.optim.AdamW(w.values(), lr=RATE, weight_decay=0.01)
-    ids, wanted = torch.from_numpy(tokens).long(), torch.from_numpy(targets).long()
-    losses = []
-    for _ in range(STEPS):
-        hidden = functional.embedding(ids, w["table"])
-        parts = [functional.linear(hidden, w[name]) for name in ("query", "key", "value")]
-        q, k, v = (part.reshape(BATCH, LENGTH, HEADS, -1).permute(0, 2, 1, 3) for part in parts)
-        scores = functional.softmax(q @ k.permute(0, 1, 3, 2) * (WIDTH / HEADS) ** -0.5, -1)
-        attended = (scores @ v).permute(0, 2, 1, 3).reshape(BATCH, LENGTH, WIDTH)
-        hidden = hidden + functional.linear(attended, w["out"])
-        hidden = hidden + functional.linear(functional.silu(functional.linear(hidden, w["up"])), w["down"])
-        logits = functional.linear(hidden, w["head"]).reshape(BATCH * LENGTH, VOCABULARY)
-        loss = functional.cross_entropy(logits, wanted)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return losses
+def train_on_mindspore(cut: str | None, steps: int, load: Path | None = None, save: Path | None = None) -> list[float]:
+    """As ``train_on_torch``."""
+    values, tokens, targets = arrays(seed=0 if load is None else 1)
+    mesh = hp.init_device_mesh("cpu", (hp.get_platform().get_world_size(),), mesh_dim_names=("tp",))
 
+    def placed(array: np.ndarray, placement: Any) -> Any:
+        return Tensor(array) if cut is None else hp.distribute_tensor(Tensor(array), mesh, [placement])
 
-def losses_on_mindspore(mesh: Any = None) -> list[float]:
-    """Whole on this process, or cut over the mesh."""
-    values, tokens, targets = arrays()
-
-    def whole(array: np.ndarray) -> Any:
-        return Tensor(array) if mesh is None else hp.distribute_tensor(Tensor(array), mesh, [hp.Replicate()])
-
-    def weight(name: str) -> Parameter:
-        tensor = Tensor(values[name])
-        if mesh is not None:
-            tensor = hp.distribute_tensor(tensor, mesh, [hp.Shard(CUTS[name])])
-        return Parameter(tensor, name=name)
-
-    w = {name: weight(name) for name in SHAPES}
-    ids, wanted = whole(tokens), whole(targets)
+    model, model.layer = nn.Cell(), nn.Cell()
+    for name, value in values.items():
+        owner, _, own_name = name.rpartition(".")
+        placement = hp.Shard(CUTS[cut][name]) if cut else None
+        setattr(model.layer if owner else model, own_name, Parameter(placed(value, placement), name=name))
+    layer = model.layer
+    ids, wanted = placed(tokens, hp.Replicate()), placed(targets, hp.Replicate())
+    weights = model.trainable_params()
+    optimizer = optim.AdamW(weights, lr=RATE if load is None else 1.0, weight_decay=0.01)
 
     def loss_of() -> Any:
-        hidden = ops.gather(w["table"], ids, 0)
-        parts = [F.linear(hidden, w[name]) for name in ("query", "key", "value")]
+        hidden = ops.gather(model.table, ids, 0)
+        parts = [F.linear(hidden, weight) for weight in (layer.query, layer.key, layer.value)]
         q, k, v = (ops.transpose(part.reshape(BATCH, LENGTH, HEADS, -1), (0, 2, 1, 3)) for part in parts)
         scores = ops.softmax(mint.matmul(q, ops.transpose(k, (0, 1, 3, 2))) * (WIDTH / HEADS) ** -0.5, -1)
         attended = ops.transpose(mint.matmul(scores, v), (0, 2, 1, 3)).reshape(BATCH, LENGTH, WIDTH)
-        hidden = hidden + F.linear(attended, w["out"])
-        hidden = hidden + F.linear(ops.silu(F.linear(hidden, w["up"])), w["down"])
-        return ops.cross_entropy(F.linear(hidden, w["head"]).reshape(BATCH * LENGTH, VOCABULARY), wanted)
+        hidden = hidden + F.linear(attended, layer.out)
+        hidden = hidden + F.linear(ops.silu(F.linear(hidden, layer.up)), layer.down)
+        return ops.cross_entropy(F.linear(hidden, model.head).reshape(BATCH * LENGTH, VOCABULARY), wanted)
 
-    weights = list(w.values())
-    optimizer = optim.AdamW(weights, lr=RATE, weight_decay=0.01)
+    if load is not None:
+        state = dict(zip(("model", "optimizer"), ckpt.get_state_dict(model, optimizer), strict=True))
+        ckpt.load(state, checkpoint_id=load)
+        ckpt.set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     step = hp.value_and_grad(loss_of, weights)
     losses = []
-    for _ in range(STEPS):
+    for _ in range(steps):
         loss, gradients = step()
         optimizer(gradients)
         losses.append(float(loss))
+    if save is not None:
+        state = dict(zip(("model", "optimizer"), ckpt.get_state_dict(model, optimizer), strict=True))
+        ckpt.save(state, checkpoint_id=save)
     return losses
 
 
-@run_on_ranks(2, timeout=300)
-def test_losses_equal_those_of_torch_and_of_one_process():
-    expected = losses_on_torch()
-    assert expected[-1] < 0.9 * expected[0]
-    np.testing.assert_allclose(losses_on_mindspore(), expected, atol=1e-5)
-    mesh = hp.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    np.testing.assert_allclose(losses_on_mindspore(mesh), expected, atol=1e-5)
+@pytest.fixture(scope="module")
+def torch_worlds() -> Iterator[Worlds]:
+    worlds = Worlds("torch")
+    yield worlds
+    worlds.close()
+
+
+@pytest.fixture(scope="module")
+def expected(torch_worlds: Worlds) -> list[float]:
+    """The losses on PyTorch, whole on one process."""
+    losses = torch_worlds(2, TIMEOUT).run(train_on_torch, None, STEPS)[0]
+    assert losses[-1] < 0.9 * losses[0]
+    return losses
+
+
+def _assert_equal(by_rank: list[list[float]], expected: list[float]) -> None:
+    for losses in by_rank:
+        np.testing.assert_allclose(losses, expected, rtol=0, atol=1e-5)
+
+
+def test_losses_equal_those_of_torch_on_one_process(worlds, torch_worlds, expected):
+    _assert_equal(torch_worlds(2, TIMEOUT).run(train_on_torch, "tensor parallel", STEPS), expected)
+    _assert_equal(worlds(2, TIMEOUT).run(train_on_mindspore, None, STEPS), expected)
+    for world_size in (2, 4):
+        _assert_equal(worlds(world_size, TIMEOUT).run(train_on_mindspore, "tensor parallel", STEPS), expected)
+
+
+def test_mindspore_goes_on_from_a_checkpoint_of_torch(worlds, torch_worlds, expected, tmp_path):
+    half, rest = tmp_path / "half", STEPS // 2
+    _assert_equal(torch_worlds(2, TIMEOUT).run(train_on_torch, "tensor parallel", rest, save=half), expected[:rest])
+    for world_size, cut in ((4, "tensor parallel"), (4, "columns"), (2, None)):
+        _assert_equal(worlds(world_size, TIMEOUT).run(train_on_mindspore, cut, rest, load=half), expected[rest:])
+
+
+def test_torch_goes_on_from_a_checkpoint_of_mindspore(worlds, torch_worlds, expected, tmp_path):
+    half, rest = tmp_path / "half", STEPS // 2
+    _assert_equal(worlds(4, TIMEOUT).run(train_on_mindspore, "tensor parallel", rest, save=half), expected[:rest])
+    for cut in ("tensor parallel", "rows", None):
+        _assert_equal(torch_worlds(2, TIMEOUT).run(train_on_torch, cut, rest, load=half), expected[rest:])

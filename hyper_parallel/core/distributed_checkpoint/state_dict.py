@@ -228,6 +228,14 @@ def _plan_optimizers(model: Any, optimizers: Any, given: Mapping[str, Any]) -> A
     _complain("set_state_dict: the optimizers' slots", missing_slots, unexpected_slots, dropped)
     if problems:
         raise ValueError(f"set_state_dict: the optimizers: {_listed(problems, '; ')}")
+    for one in owners.optimizers:
+        slots_of_one = {
+            name: None if new_slots[name] is None else state[name]
+            for name, (optimizer, _) in owners.by_name.items()
+            if optimizer is one
+        }
+        options_of_one = [new for (owner, *_), new in zip(owners.groups, new_options, strict=True) if owner is one]
+        platform.check_optimizer_state(one, slots_of_one, options_of_one)
 
     def apply() -> None:
         for name, (optimizer, parameter) in owners.by_name.items():

@@ -179,6 +179,7 @@ class MindSporePlatform(DistributedTensors, Platform):
     set_optimizer_options = staticmethod(optimizer_state.set_optimizer_options)
     optimizer_slots = staticmethod(optimizer_state.optimizer_slots)
     blank_optimizer_slots = staticmethod(optimizer_state.blank_optimizer_slots)
+    check_optimizer_state = staticmethod(optimizer_state.check_optimizer_state)  # type: ignore[assignment]
     set_optimizer_slots = staticmethod(optimizer_state.set_optimizer_slots)
     clip_grad_norm_ = staticmethod(grad_norm.clip_grad_norm_)
     get_total_norm = staticmethod(grad_norm.get_total_norm)

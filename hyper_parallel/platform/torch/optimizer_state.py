@@ -27,6 +27,8 @@ __all__ = [
 
 # How a step is computed, not what it computes: an optimizer keeps its own choice whatever a checkpoint says.
 _WAYS_OF_COMPUTING = ("foreach", "fused", "capturable", "differentiable")
+# param_names is what torch keeps of an optimizer made from named parameters; the names in a state are the model's.
+_NOT_OPTIONS = ("params", "param_names", *_WAYS_OF_COMPUTING)
 _BLANK = "hyper_parallel_blank"
 
 
@@ -47,13 +49,12 @@ def set_extra_states(model: nn.Module, states: Mapping[str, Any]) -> None:
 
 
 def optimizer_groups(optimizer: torch.optim.Optimizer) -> list[tuple[list[torch.Tensor], dict[str, Any]]]:
-    """(parameters, options) of each group; options that are tensors come as numbers."""
+    """(parameters, options) of each group, without how a step is computed; options that are tensors come as numbers."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"an optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
     groups = []
     for group in optimizer.param_groups:
-        # param_names is what torch keeps of an optimizer made from named parameters; the names here are the model's.
-        options = {key: _as_number(value) for key, value in group.items() if key not in ("params", "param_names")}
+        options = {key: _as_number(value) for key, value in group.items() if key not in _NOT_OPTIONS}
         groups.append((list(group["params"]), options))
     return groups
 
