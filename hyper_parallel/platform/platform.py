@@ -530,12 +530,13 @@ class Platform(DistributedTensorSupport):
         setattr(module, name, parameter)
 
     @staticmethod
-    def plain_parameters_behind(tensor: Any) -> list[Any]:
+    def plain_parameters_behind(tensor: Any, known: Iterable[Any]) -> list[Any]:
         """The plain parameters that ``tensor`` was computed from, up to where a layout changed.
 
-        Empty where a framework does not show its graph.
+        ``known`` are those that are looked for where the graph itself does not show them; empty where a framework does
+        not show its graph.
         """
-        del tensor
+        del tensor, known
         return []
 
     @staticmethod

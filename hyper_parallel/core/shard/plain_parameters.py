@@ -35,7 +35,9 @@ def _name_of(parameter: Any) -> str:
 
 def refuse_cut_uses(block: Any, layout: Layout, where: str) -> None:
     """Raise if a plain parameter went into ``block``, a plain part of a value that lies under ``layout``."""
-    found = [parameter for parameter in get_platform().plain_parameters_behind(block) if parameter.requires_grad]
+    known = [parameter for reference, _ in list(_names.values()) if (parameter := reference()) is not None]
+    behind = get_platform().plain_parameters_behind(block, known)
+    found = [parameter for parameter in behind if parameter.requires_grad]
     if not found:
         return
     listed = ", ".join(f"{_name_of(parameter)}of shape {tuple(parameter.shape)}" for parameter in found)

@@ -116,11 +116,16 @@ def install_parameter(module: nn.Cell, name: str, parameter: Parameter | None) -
         vars(module)[name] = None
         return
     if _GIVEN_NO_NAME.fullmatch(parameter.name):
-        prefix = module.param_prefix
-        parameter.name = old.name if old is not None else f"{prefix}.{name}" if prefix else name
+        parameter.name = old.name if old is not None else _path_in(own) + name
     own[name] = parameter
     if name in vars(module):
         vars(module)[name] = parameter
+
+
+def _path_in(own: dict[str, Parameter]) -> str:
+    """What comes before the own names of a module's parameters, read from one that has it."""
+    paths = (one.name.removesuffix(name) for name, one in own.items() if one is not None and one.name.endswith(name))
+    return next(paths, "")
 
 
 def has_no_memory(tensor: Tensor) -> bool:

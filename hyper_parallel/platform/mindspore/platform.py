@@ -18,6 +18,7 @@ from hyper_parallel.platform.mindspore import (
     modules,
     optimizer_state,
     overlap,
+    parameter_uses,
     start,  # isort: split - the first of all: it checks and configures
     state,
     symmetric_memory,
@@ -136,6 +137,7 @@ class MindSporePlatform(DistributedTensors, Platform):
     replace_forward = staticmethod(modules.replace_forward)
     own_parameters = staticmethod(modules.own_parameters)
     install_parameter = staticmethod(modules.install_parameter)
+    plain_parameters_behind = staticmethod(parameter_uses.plain_parameters_behind)
     has_no_memory = staticmethod(modules.has_no_memory)
     register_forward_pre_hook = staticmethod(modules.register_forward_pre_hook)
     register_full_backward_hook = staticmethod(modules.register_full_backward_hook)

@@ -142,6 +142,11 @@ def node_number(node: Any) -> int:
     return node._unique_id()
 
 
+def nodes_before(node: Any) -> list[Any]:
+    """The nodes whose results went into this one; none for a leaf's."""
+    return [before for before, _ in node.next_functions if before is not None]
+
+
 def runs_in_backward() -> bool:
     """Whether backward is running in this thread."""
     return executor.get_current_autodiff_engine_id() != -1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,8 +12,9 @@ from hyper_parallel.platform.torch.dtensor_base import DTensorBase
 _OWN_EDGES = "hyper_parallel."
 
 
-def plain_parameters_behind(tensor: torch.Tensor) -> list[torch.nn.Parameter]:
-    """The plain parameters from which a way leads to ``tensor`` that no edge of ours lies on."""
+def plain_parameters_behind(tensor: torch.Tensor, known: Iterable[Any]) -> list[torch.nn.Parameter]:
+    """The plain parameters, known or not, from which a way leads to ``tensor`` that no edge of ours lies on."""
+    del known
     found: dict[int, torch.nn.Parameter] = {}
     seen: set[Any] = set()
     ahead = [tensor.grad_fn]
