@@ -202,8 +202,11 @@ def _recorded(tensor: torch.Tensor) -> ms.Tensor:
     return made
 
 
-def differentiably_over_the_bridge(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, called with PyTorch's tensors: gradients cross too."""
+def differentiably_over_the_bridge(function: Callable[..., Any], gives_aliases: bool = False) -> Callable[..., Any]:
+    """The function, called with PyTorch's tensors: gradients cross too.
+
+    A result in the memory of an input is that input, unless the function gives aliases with a gradient of their own.
+    """
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -220,7 +223,10 @@ def differentiably_over_the_bridge(function: Callable[..., Any]) -> Callable[...
 
             swapped = [swap(value) for value in args]
             result = function(*swapped, **{name: swap(value) for name, value in kwargs.items()})
-            results.append(any(result.numel() and result.data_ptr() == value.data_ptr() for value in made))
+            if gives_aliases:
+                results.append(any(result is value for value in made))
+            else:
+                results.append(any(result.numel() and result.data_ptr() == value.data_ptr() for value in made))
             return result
 
         if not any(tensor.requires_grad for tensor in tensors) or not torch.is_grad_enabled():

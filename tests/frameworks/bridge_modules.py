@@ -38,8 +38,9 @@ collectives = _Module(
 _WITH_GRADIENTS = (
     *("differentiable_all_gather_concat", "differentiable_all_reduce", "differentiable_reduce_scatter"),
     *("differentiable_all_to_all", "differentiable_all_to_all_single", "differentiable_all_to_all_single_async"),
-    *("p2p_exchange", "vary"),
+    "p2p_exchange",
 )
 differentiable = types.SimpleNamespace(
-    **{name: differentiably_over_the_bridge(getattr(_differentiable, name)) for name in _WITH_GRADIENTS}
+    vary=differentiably_over_the_bridge(_differentiable.vary, gives_aliases=True),
+    **{name: differentiably_over_the_bridge(getattr(_differentiable, name)) for name in _WITH_GRADIENTS},
 )
