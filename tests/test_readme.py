@@ -34,8 +34,9 @@ def _commands():
 
 
 def _environment(**variables):
-    """The caller's environment without what a test process or a terminal adds to it."""
+    """The caller's environment without what a test process, a terminal or `make test ARGS=...` adds to it."""
     dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MAKEFLAGS", "MFLAGS", "MAKELEVEL", "PYTEST_CURRENT_TEST")
+    dropped += ("ARGS", "PLATFORM", "TESTS", "EXTRAS", "BENCH", "MAKEOVERRIDES")
     inherited = {name: value for name, value in os.environ.items() if name not in dropped}
     return {**inherited, "CI": "true", "GLOO_SOCKET_IFNAME": "lo", "HYPER_PARALLEL_PLATFORM": "torch", **variables}
 
