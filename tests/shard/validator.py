@@ -179,7 +179,7 @@ def _spread(value: torch.Tensor, layout: Layout) -> Any:
     if not layout.has_partial:
         return spread
     pending = [place for place, op in zip(layout.mesh.get_coordinate(), layout.partials, strict=True) if op]
-    factor = 0 if any(pending[1:]) else (2, -1)[pending[0]]
+    factor = 0 if any(pending[1:]) else {0: 2, 1: -1}.get(pending[0], 0)
     local = spread.detach().to_local()
     infinite = local if factor == 2 else torch.zeros_like(local)  # whole on the first rank
     local = torch.where(local.isfinite(), local * factor, infinite)
