@@ -25,8 +25,8 @@ import contextlib
 import functools
 import hashlib
 import ipaddress
+import json
 import os
-import pickle
 import selectors
 import socket
 import struct
@@ -34,7 +34,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -293,6 +293,10 @@ class _Card:
     port: int
     process: ProcessIdentity
 
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> _Card:
+        return cls(**{**fields, "process": ProcessIdentity(**fields["process"])})
+
 
 def _meet(
     rank: int, world_size: int, address: str, port: int, name: str, timeout: float
@@ -357,35 +361,49 @@ def _host_meeting(
     sockets: dict[int, socket.socket] = {}
     if world_size == 1:
         return cards, sockets
-    with _listening(address, port, world_size) as counter:
-        while len(sockets) < world_size - 1:
-            counter.settimeout(_left(end, _who_is_missing(world_size, sockets)))
-            try:
-                caller, their_address = counter.accept()
-            except TimeoutError:
-                raise TimeoutError(f"joining the world took too long: {_who_is_missing(world_size, sockets)}") from None
-            try:
-                caller.settimeout(min(30.0, _left(end, "reading a greeting")))
-                if _receive(caller, len(greeting)) != greeting:
-                    caller.close()
-                    continue
-                caller.sendall(greeting)
-                card: _Card = pickle.loads(_receive_block(caller))
-            except (OSError, EOFError):  # some other program, or a rank that has died
-                caller.close()
-                continue
-            if card.rank in sockets:
-                raise ValueError(
-                    f"two processes say that they are rank {card.rank}: process {cards[card.rank].process.pid} on "
-                    f"{cards[card.rank].host} and process {card.process.pid} on {card.host}; give every process its "
-                    "own RANK"
-                )
-            caller.settimeout(None)
-            sockets[card.rank] = caller
-            cards[card.rank] = _Card(card.rank, card.host, their_address[0], card.port, card.process)
+    refused: list[socket.socket] = []
+    try:
+        with _listening(address, port, world_size) as counter:
+            while len(sockets) < world_size - 1:
+                caller, card = _next_caller(counter, greeting, end, _who_is_missing(world_size, sockets))
+                if card.rank in sockets:
+                    refused.append(caller)
+                    raise ValueError(
+                        f"two processes say that they are rank {card.rank}: process {cards[card.rank].process.pid} on "
+                        f"{cards[card.rank].host} and process {card.process.pid} on {card.host}; give every process "
+                        "its own RANK"
+                    )
+                sockets[card.rank] = caller
+                cards[card.rank] = card
+    except (ValueError, TimeoutError) as error:
+        # Nobody shall wait for a world that will not be.
+        for sock in (*sockets.values(), *refused):
+            with contextlib.suppress(OSError), sock:
+                _send_block(sock, {"refused": str(error)})
+        raise
     for sock in sockets.values():
-        _send_block(sock, pickle.dumps(cards))
+        _send_block(sock, {"cards": [asdict(card) for card in cards.values()]})
     return cards, sockets
+
+
+def _next_caller(counter: socket.socket, greeting: bytes, end: float, waiting_for: str) -> tuple[socket.socket, _Card]:
+    """The next rank that comes, and its card; other programs and ranks that die meanwhile are passed over."""
+    while True:
+        counter.settimeout(_left(end, waiting_for))
+        try:
+            caller, their_address = counter.accept()
+        except TimeoutError:
+            raise TimeoutError(f"joining the world took too long: {waiting_for}") from None
+        try:
+            caller.settimeout(min(30.0, _left(end, waiting_for)))
+            if _receive(caller, len(greeting)) == greeting:
+                caller.sendall(greeting)
+                card = _Card.from_dict({**_receive_block(caller), "address": their_address[0]})
+                caller.settimeout(None)
+                return caller, card
+        except (OSError, EOFError):
+            pass
+        caller.close()
 
 
 def _who_is_missing(world_size: int, sockets: dict[int, socket.socket]) -> str:
@@ -417,9 +435,9 @@ def _join_meeting(
             sock = _greeted(address, candidate, greeting)
             if sock is not None:
                 sock.settimeout(_left(end, "waiting for the other ranks"))
-                _send_block(sock, pickle.dumps(_my_card(rank, listener, "")))
+                _send_block(sock, asdict(_my_card(rank, listener, "")))
                 try:
-                    return pickle.loads(_receive_block(sock)), {0: sock}
+                    answer = _receive_block(sock)
                 except TimeoutError:
                     raise TimeoutError(
                         f"joining the world took too long: rank {rank} met rank 0, but not all {world_size} ranks came"
@@ -429,6 +447,10 @@ def _join_meeting(
                     raise RuntimeError(
                         f"rank 0 ended while the world was being made; rank {rank} was waiting for it"
                     ) from None
+                if "refused" in answer:
+                    sock.close()
+                    raise RuntimeError(f"rank {rank} cannot join the world: {answer['refused']}")
+                return {card["rank"]: _Card.from_dict(card) for card in answer["cards"]}, {0: sock}
         if time.monotonic() > end:
             raise TimeoutError(
                 f"joining the world took too long: rank {rank} found no rank 0 at {address}, ports {port} to "
@@ -466,9 +488,10 @@ def _receive(sock: socket.socket, num_bytes: int) -> bytes:
     return bytes(received)
 
 
-def _send_block(sock: socket.socket, data: bytes) -> None:
+def _send_block(sock: socket.socket, content: dict[str, Any]) -> None:
+    data = json.dumps(content).encode()
     sock.sendall(_LENGTH.pack(len(data)) + data)
 
 
-def _receive_block(sock: socket.socket) -> bytes:
-    return _receive(sock, _LENGTH.unpack(_receive(sock, _LENGTH.size))[0])
+def _receive_block(sock: socket.socket) -> dict[str, Any]:
+    return json.loads(_receive(sock, _LENGTH.unpack(_receive(sock, _LENGTH.size))[0]))
