@@ -429,10 +429,10 @@ def _join_meeting(
     rank: int, world_size: int, address: str, port: int, greeting: bytes, end: float, listener: socket.socket
 ) -> tuple[dict[int, _Card], dict[int, socket.socket]]:
     """The other ranks: find rank 0, give the own card, take all of them."""
-    pause = 0.02
+    pause, patience = 0.02, 0.5
     while True:
         for candidate in range(port, min(port + _NUM_PORTS, 65536)):
-            sock = _greeted(address, candidate, greeting)
+            sock = _greeted(address, candidate, greeting, min(patience, max(end - time.monotonic(), 0.05)))
             if sock is not None:
                 sock.settimeout(_left(end, "waiting for the other ranks"))
                 _send_block(sock, asdict(_my_card(rank, listener, "")))
@@ -457,18 +457,20 @@ def _join_meeting(
                 f"{port + _NUM_PORTS - 1}; are MASTER_ADDR and MASTER_PORT the same for all ranks?"
             )
         time.sleep(pause)
-        pause = min(pause * 1.5, 0.3)
+        pause, patience = min(pause * 1.5, 0.3), min(patience * 1.5, 20.0)
 
 
-def _greeted(address: str, port: int, greeting: bytes) -> socket.socket | None:
-    """A connection to rank 0, if it is it that listens there."""
+def _greeted(address: str, port: int, greeting: bytes, patience: float) -> socket.socket | None:
+    """A connection to rank 0, if it is it that listens there and answers in time.
+
+    A stranger answers otherwise, hangs up or is silent. A busy rank 0 answers late: it is asked again, with more
+    patience, when the other ports have been tried.
+    """
     try:
-        sock = socket.create_connection((address, port), 5.0)
+        sock = socket.create_connection((address, port), patience)
     except OSError:
         return None
     try:
-        # A busy rank 0 answers late; a stranger answers otherwise, hangs up or is silent.
-        sock.settimeout(20.0)
         sock.sendall(greeting)
         if _receive(sock, len(greeting)) == greeting:
             return sock

@@ -157,6 +157,18 @@ def test_ranks_meet_on_the_next_port_when_the_first_is_taken(port):
         assert run_ranks(2, port, lambda transport: transport.world_size) == [2, 2]
 
 
+def test_a_silent_stranger_on_the_port_costs_little_time(port):
+    with socket.socket() as stranger:
+        stranger.bind(("127.0.0.1", port))
+        stranger.listen()
+        with ThreadPoolExecutor(2) as pool:
+            world = list(pool.map(lambda rank: HostTransport(rank, 2, "127.0.0.1", port, "two", LONG), range(2)))
+        for transport in world:
+            transport.close()
+        with pytest.raises(TimeoutError, match="rank 1 found no rank 0"):
+            HostTransport(1, 2, "127.0.0.1", port, "alone", 0.2)
+
+
 def test_missing_ranks_and_ranks_that_are_there_twice(port):
     with pytest.raises(TimeoutError, match=r"rank 0 has not heard from rank\(s\) \[1, 2\] of a world of 3"):
         HostTransport(0, 3, "127.0.0.1", port, "alone", 0.2)
