@@ -14,11 +14,12 @@ import pytest
 
 from tests.world import RanksFailed
 from tests.world.helpers import await_end, echo, gather_ranks, meet, my_rank
+from tests.world.world import busyness
 
 
 @pytest.fixture(autouse=True)
 def _short_grace(monkeypatch):
-    monkeypatch.setattr("tests.world.world.GRACE", 0.5)
+    monkeypatch.setattr("tests.world.world.GRACE", 1.0)
 
 
 # ---- A call that fails ----
@@ -45,7 +46,7 @@ def _hang_on_rank_1():
 
 def test_hang(worlds):
     started = time.monotonic()
-    message = _fail_and_replace(worlds, 4, _hang_on_rank_1, timeout=2.0)
+    message = _fail_and_replace(worlds, 4, _hang_on_rank_1, timeout=2.0 * busyness())
     assert time.monotonic() - started < 100
     assert re.match(
         r"tests.world.test_failures._hang_on_rank_1 failed in the world of 4: ranks 0-3 had not answered after \d",
@@ -65,7 +66,7 @@ def _hold_the_interpreter_on_rank_0():
 
 
 def test_hang_that_holds_the_interpreter(worlds):
-    message = _fail_and_replace(worlds, 2, _hold_the_interpreter_on_rank_0, timeout=2.0)
+    message = _fail_and_replace(worlds, 2, _hold_the_interpreter_on_rank_0, timeout=2.0 * busyness())
     assert "ranks 0-1 had not answered" in message
     assert message.count(" in _hold_the_interpreter_on_rank_0") == 2
 
@@ -81,7 +82,7 @@ def _wait_in_a_thread():
 
 
 def test_stacks_show_all_threads(worlds):
-    message = _fail_and_replace(worlds, 2, _hang_in_two_threads, timeout=2.0)
+    message = _fail_and_replace(worlds, 2, _hang_in_two_threads, timeout=2.0 * busyness())
     assert " in _wait_in_a_thread" in message
     assert " in _hang_in_two_threads" in message
     assert message.count(" in _hang_in_two_threads") == 1, "thread ids do not keep equal stacks apart"
@@ -94,7 +95,7 @@ def _stop_rank_1():
 
 def test_rank_that_cannot_give_its_stack(worlds, monkeypatch):
     monkeypatch.setattr("tests.world.world._STACK_TIMEOUT", 0.5)
-    message = _fail_and_replace(worlds, 2, _stop_rank_1, timeout=2.0)
+    message = _fail_and_replace(worlds, 2, _stop_rank_1, timeout=2.0 * busyness())
     assert "rank 1 had not answered after" in message
     assert "no stack: the process did not react to the signal that asks for it" in message
 
