@@ -1,14 +1,19 @@
 """The documents are true: their Python blocks run, their commands work, their links lead somewhere."""
 
+import multiprocessing
 import os
 import re
+import runpy
 import shlex
 import socket
 import subprocess
 import sys
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
+
+from tests.world.frameworks import FRAMEWORKS
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("docs/*.md"))]
@@ -47,25 +52,42 @@ def _free_port():
         return listener.getsockname()[1]
 
 
-def _run_on_two_processes(script):
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+@pytest.fixture(scope="module")
+def forks():
+    """Processes that have the frameworks loaded already: the blocks are many, and an import takes seconds."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*FRAMEWORKS["torch"].preloaded])
+    with pytest.MonkeyPatch.context() as patch:  # Forking is sound only with one thread.
+        for name, value in _environment(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1").items():
+            patch.setenv(name, value)
+        forkserver.ensure_running()
+        yield context
+
+
+def _run_script(script, output, variables):
+    os.environ.update(variables)
+    with open(output, "w") as file:
+        for standard in (1, 2):
+            os.dup2(file.fileno(), standard)
+    sys.argv = [str(script)]
+    runpy.run_path(str(script), run_name="__main__")
+
+
+def _run_on_processes(forks, script, num_processes):
+    """(exit codes, output) of a script that is run as the ranks of a world."""
+    shared = {"WORLD_SIZE": str(num_processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    outputs = [script.with_suffix(f".{rank}") for rank in range(num_processes)]
     ranks = [
-        subprocess.Popen(
-            [sys.executable, script],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=_environment(RANK=str(rank), LOCAL_RANK=str(rank), **shared),
-        )
-        for rank in range(2)
+        forks.Process(target=_run_script, args=(script, output, {"RANK": str(rank), "LOCAL_RANK": str(rank), **shared}))
+        for rank, output in enumerate(outputs)
     ]
-    try:
-        outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    return [rank.returncode for rank in ranks], "\n".join(outputs)
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(timeout=300)
+        rank.kill()
+        rank.join()
+    return [rank.exitcode for rank in ranks], "\n".join(output.read_text() for output in outputs)
 
 
 def _is_an_example(text):
@@ -73,14 +95,10 @@ def _is_an_example(text):
 
 
 @pytest.mark.parametrize("text", [block for block in _blocks("python") if not _is_an_example(block.values[0])])
-def test_python_block_runs(text, tmp_path):
+def test_python_block_runs(text, tmp_path, forks):
     script = tmp_path / "block.py"
     script.write_text(text)
-    if "init_process_group" in text:
-        statuses, output = _run_on_two_processes(script)
-    else:
-        done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300, env=_environment())
-        statuses, output = [done.returncode], done.stdout + done.stderr
+    statuses, output = _run_on_processes(forks, script, 2 if "init_process_group" in text else 1)
     assert set(statuses) == {0}, output
 
 
