@@ -60,7 +60,13 @@ FRAMEWORKS = {
         Framework(
             name="torch",
             backend="gloo",
-            preloaded=("torch", "torch.distributed", "torch.testing", "hyper_parallel.core.dtensor.dtensor"),
+            preloaded=(
+                "torch",
+                "torch.distributed",
+                "torch.testing",
+                "torch._dynamo",  # which torch loads when it first asks for the shape of a sum without computing it
+                "hyper_parallel.core.dtensor.dtensor",
+            ),
             may_fork=True,
             reset=_reset_torch,
         ),
