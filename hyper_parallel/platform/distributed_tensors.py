@@ -8,6 +8,7 @@ between ranks, and answer small questions. ``core/dtensor`` and ``core/shard`` d
 from __future__ import annotations
 
 import contextlib
+import inspect
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -187,6 +188,19 @@ class DistributedTensorSupport(ABC):
     def owns_memory(tensor: Any) -> Any:
         """Whether no other tensor shares the memory of ``tensor``."""
 
+    @staticmethod
+    def argument_names(func: Any) -> tuple[str, ...]:
+        """The names of a function's arguments in their order; empty when they are not known."""
+        try:
+            return tuple(inspect.signature(func).parameters)
+        except (TypeError, ValueError):
+            return ()
+
+    @staticmethod
+    def leave_uncompiled(kind: type) -> None:
+        """Let compiled code, where the framework has a compiler, run operators on tensors of ``kind`` as they are."""
+        del kind
+
     # ------------------------------ distributed tensors: views (the defaults: results never share memory with inputs)
 
     @staticmethod
@@ -363,3 +377,8 @@ class DistributedTensorSupport(ABC):
     @abstractmethod
     def world_generation() -> Any:
         """How many worlds this process has left: what is remembered about groups holds for one of them."""
+
+    @staticmethod
+    @abstractmethod
+    def on_leaving(forget: Any) -> Any:
+        """Call ``forget()`` whenever a group or the world is left: in the next one this rank may have another place."""

@@ -1,14 +1,17 @@
-"""Which choices the planner makes for a call under all layouts of its tensors, found without running it.
+"""Which choices the planner can make for a call, found from its rule without running it.
 
-Running an operator under every combination of layouts on a mesh of 2 x 2 ranks takes hours; planning it takes minutes,
-for it is arithmetic, and many combinations lead to one choice: the same layouts of the blocks, the same edges for
-gradients, the same labels of the results. So all combinations are planned, shared out over the ranks, and one of each
-choice is left to be run. How tensors come into the layouts of a choice is proved by the tests of redistribution.
+Running an operator under every combination of layouts on a mesh of 2 x 2 ranks takes hours, and most combinations come
+down to one of few choices. A choice gives every mesh axis a role: it cuts one of the rule's letters, or it leaves sums
+pending on inputs in which the operator is linear together, or neither. The layouts that come only decide which choice
+is taken. So every choice is run, from inputs that lie as it wants them; how other layouts come there is proved by the
+tests of redistribution, and by some combinations that are drawn.
+
+A rule may answer otherwise under other layouts. It is asked under all combinations up to ``MOST_ASKED``; of more, under
+every layout of each tensor while the others are whole, and under combinations that are drawn by a fixed seed.
 """
 
 from __future__ import annotations
 
-import gc
 import itertools
 import math
 import os
@@ -17,17 +20,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.shard import dispatch
-from hyper_parallel.core.shard.plan_call import choose_for, describe_call
+from hyper_parallel.core.shard.plan_call import describe_call
 from hyper_parallel.core.shard.rule_table import Rule
-from hyper_parallel.core.shard.signature import OpCall
+from hyper_parallel.core.shard.signature import OpCall, Signature
+from hyper_parallel.core.shard.strategy import _blocked_letters
 from hyper_parallel.platform import get_platform
 
-# Four tensors have hundreds of thousands of combinations; of these so many are planned, drawn by a fixed seed.
-# HYPER_PARALLEL_VALIDATE=all plans every one.
-MOST_PLANNED = math.inf if os.environ.get("HYPER_PARALLEL_VALIDATE") == "all" else 6000
-_WITHOUT_CHOICE = 2  # how many combinations are run that no rule covers, or that are refused
+# HYPER_PARALLEL_VALIDATE=all asks under every combination.
+MOST_ASKED = math.inf if os.environ.get("HYPER_PARALLEL_VALIDATE") == "all" else 1000
+_WITHOUT_RULE = 2  # how many combinations are run that no rule covers
 
 Combination = tuple[int, ...]  # for each tensor the place of its layout in the list of its layouts
 
@@ -64,10 +69,11 @@ def planned_calls() -> Iterator[list[tuple[Any, ...]]]:
         dispatch.plan_call, dispatch._calls, dispatch._direct = before
 
 
-def one_of_each_choice(
+def every_choice(
     call: tuple[Any, ...], choices: Sequence[Sequence[Layout]], seed: str
 ) -> list[tuple[Layout, ...]] | None:
-    """Combinations of layouts, one for each choice that the planner makes; the same on every rank, which all call it.
+    """Layouts for the tensors of a call, one combination for each choice that the planner can make; the same on every
+    rank, which all call it.
 
     ``call`` is the (function, arguments, keywords) that the sample comes down to, ``choices`` the layouts of its
     tensors. None when the call's tensors are not the sample's, so that nothing can be said.
@@ -78,50 +84,80 @@ def one_of_each_choice(
     rule, op_call, _ = described
     platform = get_platform()
     rank, world = platform.get_rank(), platform.get_world_size()
-    found = _plan(rule, op_call, choices, itertools.islice(_combinations(choices, seed), rank, None, world))
+    mine = itertools.islice(_combinations(choices, seed), rank, None, world)
     from_all: list[Any] = [None] * world
-    platform.all_gather_object(from_all, found)
-    together = _plan(rule, op_call, choices, sorted(set(itertools.chain(*from_all))), at_target=True)
-    return [tuple(rows[place] for rows, place in zip(choices, combination, strict=True)) for combination in together]
+    platform.all_gather_object(from_all, _answers(rule, op_call, choices, mine))
+    answers: dict[Any, list[Combination]] = {}
+    for answered in from_all:
+        for key, combinations in answered.items():
+            answers.setdefault(key, []).extend(combinations)
+    runs: dict[tuple[Layout, ...], None] = {}
+    for key, combinations in answers.items():
+        for combination in combinations[: _WITHOUT_RULE if key is None else 1]:
+            layouts = tuple(rows[place] for rows, place in zip(choices, combination, strict=True))
+            signature = _ask(rule, op_call, layouts)
+            runs.update(dict.fromkeys([layouts] if signature is None else _wanted_layouts(op_call, signature)))
+    return list(runs)
 
 
 def _combinations(choices: Sequence[Sequence[Layout]], seed: str) -> Iterator[Combination]:
     counts = [len(rows) for rows in choices]
-    if math.prod(counts) <= MOST_PLANNED:
-        return itertools.product(*map(range, counts))
+    if math.prod(counts) <= MOST_ASKED:
+        yield from itertools.product(*map(range, counts))
+        return
+    whole = [next(place for place, layout in enumerate(rows) if layout.is_replicated) for rows in choices]
+    for number, count in enumerate(counts):
+        for place in range(count):
+            yield (*whole[:number], place, *whole[number + 1 :])
     pick = random.Random(seed)
-    return (tuple(pick.randrange(count) for count in counts) for _ in range(int(MOST_PLANNED)))
+    for _ in range(int(MOST_ASKED)):
+        yield tuple(pick.randrange(count) for count in counts)
 
 
-def _plan(rule: Rule, call: OpCall, choices: Any, combinations: Any, at_target: bool = False) -> list[Combination]:
-    """The first combination of each choice; ``at_target``: where it leads to itself, the choice's own layouts."""
-    found: dict[Any, Combination] = {}
-    without: list[Combination] = []
-    places = [{layout: place for place, layout in enumerate(rows)} for rows in choices]
-    gc.disable()  # nothing here makes circles, and looking for them among all of PyTorch's objects takes long
-    try:
-        for combination in combinations:
-            key, targets = _choice(rule, call, [rows[place] for rows, place in zip(choices, combination, strict=True)])
-            if key is None:
-                without.append(combination)
-            elif key not in found:
-                found[key] = combination
-                if at_target and all(target in place for target, place in zip(targets, places, strict=True)):
-                    same_key, _ = _choice(rule, call, targets)
-                    if same_key == key:
-                        found[key] = tuple(place[target] for target, place in zip(targets, places, strict=True))
-    finally:
-        gc.enable()
-    return [*found.values(), *without[:_WITHOUT_CHOICE]]
+def _answers(rule: Rule, call: OpCall, choices: Any, combinations: Any) -> dict[Any, list[Combination]]:
+    """The first combinations for each answer of the rule; None is the key of those that it does not cover."""
+    found: dict[Any, list[Combination]] = {}
+    for combination in combinations:
+        signature = _ask(rule, call, [rows[place] for rows, place in zip(choices, combination, strict=True)])
+        key = None if signature is None else _comparable(signature)
+        kept = found.setdefault(key, [])
+        if len(kept) < _WITHOUT_RULE:
+            kept.append(combination)
+    return found
 
 
-def _choice(rule: Rule, call: OpCall, layouts: Sequence[Layout]) -> tuple[Any, Sequence[Layout]]:
+def _ask(rule: Rule, call: OpCall, layouts: Sequence[Layout]) -> Signature | None:
     for spec, layout in zip(call.tensors, layouts, strict=True):
         object.__setattr__(spec, "layout", layout)  # they are ours alone
-    signature = rule(call)
-    choice = None if signature is None else choose_for(call, signature)
-    if signature is None or choice is None:
-        return None, ()
-    axes = tuple(sorted(choice.axes.items()))
-    labels = (signature.inputs, signature.outputs, signature.local is None)
-    return (choice.inputs, choice.outputs, choice.varies, axes, labels), choice.inputs
+    return rule(call)
+
+
+def _comparable(signature: Signature) -> tuple[Any, ...]:
+    return (
+        *(signature.inputs, signature.outputs, frozenset(signature.reduces.items()), signature.handled),
+        *(signature.even, signature.linear, frozenset(signature.divisors.items()), signature.local is None),
+    )
+
+
+def _wanted_layouts(call: OpCall, signature: Signature) -> Iterator[tuple[Layout, ...]]:
+    """The layouts that the choices under a signature want for the inputs."""
+    mesh = call.tensors[0].layout.mesh
+    blocked = _blocked_letters(signature)
+    letters = sorted({letter for labels in signature.inputs for letter in labels if letter is not None} - blocked)
+    can_be_sums = {number for number, spec in enumerate(call.tensors) if spec.dtype != torch.bool}
+    sums = [together for together in signature.linear if together <= can_be_sums]
+    for roles in itertools.product([None, *letters, *sums], repeat=mesh.ndim):
+        for order in (range(mesh.ndim), reversed(range(mesh.ndim))):
+            cuts: dict[str, tuple[int, ...]] = {}
+            for axis in order:
+                role = roles[axis]
+                if isinstance(role, str):
+                    cuts[role] = (*cuts.get(role, ()), axis)
+            yield tuple(
+                Layout.of(
+                    mesh,
+                    [() if letter is None else cuts.get(letter, ()) for letter in labels],
+                    ["sum" if isinstance(role, frozenset) and number in role else None for role in roles],
+                )
+                for number, labels in enumerate(signature.inputs)
+            )

@@ -1,6 +1,7 @@
 """Views along cut dims, which are copies: what is written into them, or into their base, is seen by the other."""
 
 import copy
+import io
 import pickle
 
 import pytest
@@ -41,6 +42,7 @@ VIEWS = {
     "detached view": lambda x: x[1:3].detach(),
     "data of a view": lambda x: x[1:3].data,
     "view of data": lambda x: x.data[1:3],
+    "view of transposed data": lambda x: x.data.t()[1:3],
     "a mask, a copy": lambda x: x[x > 0.5],
     "rows by a list, a copy": lambda x: x[[1, 3]],
 }
@@ -173,3 +175,56 @@ def test_reading_a_view_costs_no_more() -> None:
         y = x[1:3]
         (y * 2 + y).sum()
     assert len(recorder.records) == 1
+
+
+RESHAPES = {
+    "contiguous": lambda x: x.contiguous(),
+    "transposed": lambda x: x.t().contiguous(),
+    "reshape": lambda x: x.t().reshape(2, 2, -1),
+    "flatten": lambda x: x.unsqueeze(0).transpose(0, 2).flatten(1),
+    "flatten of a transposed": lambda x: x.t().flatten(),
+    "reshape that is a view": lambda x: x.reshape(x.shape[0], 1, x.shape[1]),
+}
+
+
+@run_on_ranks(4)
+def test_blocks_of_one_row_share_memory_as_the_whole_does() -> None:
+    for mesh_shape in ((4,), (2, 2)):
+        mesh = hp.init_device_mesh("cpu", mesh_shape)
+        for shape in ((4, 4), (4, 2), (2, 6)):
+            for layout in layouts_of(mesh, torch.zeros(shape), False):
+                if layout.local_shape(shape).count(1) == 2:
+                    continue  # one element does not tell how the dims lie
+                for name, take in RESHAPES.items():
+                    plain = torch.arange(float(shape[0] * shape[1])).reshape(shape)
+                    ours = hp.distribute_tensor(plain.clone(), mesh, layout)
+                    for x in (plain, ours):
+                        take(x).add_(1.0)
+                    torch.testing.assert_close(
+                        ours.full_tensor(), plain, msg=lambda t, n=name, s=shape, la=layout: f"{n} of {s}, {la}: {t}"
+                    )
+
+
+@run_on_ranks(2)
+def test_saving_and_copying_a_model_with_views() -> None:
+    """Parameters and buffers that are views, of each other too: values as on one device, other memory."""
+    mesh = hp.init_device_mesh("cpu", (2,))
+    for layout in layouts_of(mesh, _base(), False):
+        module = nn.Module()
+        table = hp.distribute_tensor(_base(), mesh, layout)
+        module.register_buffer("table", table)
+        module.register_buffer("rows", table[1:3])
+        module.register_buffer("turned", table.t())
+        module.weight = nn.Parameter(table[2:5])
+        wanted = {name: value.full_tensor().clone() for name, value in module.state_dict().items()}
+        file = io.BytesIO()
+        torch.save(module.state_dict(), file)
+        file.seek(0)
+        loaded = torch.load(file)
+        copied = copy.deepcopy(module)
+        table.fill_(9.0)
+        for name, value in wanted.items():
+            torch.testing.assert_close(loaded[name].full_tensor(), value)
+            torch.testing.assert_close(getattr(copied, name).detach().full_tensor(), value)
+        module.load_state_dict(loaded)
+        torch.testing.assert_close(module.weight.detach().full_tensor(), _base()[2:5])

@@ -25,7 +25,9 @@ UNARY = [
 ]
 QUESTIONS = [
     *("isfinite", "isinf", "isnan", "isneginf", "isposinf", "isreal", "signbit", "logical_not"),
-    *("special.bessel_j0", "special.bessel_j1"),
+    *("special.bessel_j0", "special.bessel_j1", "special.bessel_y0", "special.bessel_y1", "special.airy_ai"),
+    *(f"special.{scaled}modified_bessel_k{order}" for scaled in ("", "scaled_") for order in (0, 1)),
+    *("special.modified_bessel_i0", "special.modified_bessel_i1", "special.spherical_bessel_j0"),
 ]
 BINARY = [
     *("atan2", "copysign", "float_power", "fmax", "fmin", "fmod", "hypot", "logaddexp", "logaddexp2", "maximum"),
@@ -33,7 +35,12 @@ BINARY = [
 ]
 COMPARISONS = [
     *("eq", "ge", "gt", "le", "ne", "isclose", "logical_and", "logical_or", "logical_xor", "heaviside", "nextafter"),
-    *("floor_divide", "special.zeta"),
+    *("floor_divide", "special.zeta", "igamma", "igammac"),
+]
+POLYNOMIALS = [
+    *(f"special.{shifted}chebyshev_polynomial_{kind}" for shifted in ("", "shifted_") for kind in "tuvw"),
+    *("special.laguerre_polynomial_l", "special.legendre_polynomial_p"),
+    *("special.hermite_polynomial_h", "special.hermite_polynomial_he"),
 ]
 INTEGERS = ["bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_left_shift", "bitwise_right_shift", "gcd", "lcm"]
 
@@ -47,6 +54,11 @@ ELEMENTS = [
     *(Sample(name, (tensor(5, 3, **INSIDE),), gradients=False) for name in QUESTIONS),
     Sample("acosh", (tensor(5, 3, low=1.1),)),
     Sample("polygamma", (1, tensor(5, 3, **INSIDE))),
+    *(Sample(name, (tensor(5, 3, **INSIDE), 3), gradients=False) for name in POLYNOMIALS),
+    Sample("mvlgamma", (tensor(5, 3, low=2.1, high=4.0), 2)),
+    Sample("frexp", (tensor(5, 3),), gradients=False),
+    Sample(f"{F}.glu", (tensor(5, 4), 1)),
+    Sample(f"{F}.glu", (tensor(4, 3), 0)),
     Sample(f"{F}.threshold", (tensor(5, 3), 0.1, 3.0)),
     Sample("bitwise_not", (_whole_numbers(5, 3),)),
     Sample("Tensor.fill_", (tensor(5, 3), 2.0)),
@@ -69,6 +81,9 @@ PAIRS = [
     Sample("addcmul", (tensor(4, 2), tensor(4, 2, seed=1), tensor(2, seed=2)), {"value": 0.5}),
     Sample("lerp", (tensor(4, 2), tensor(4, 2, seed=1), tensor(2, seed=2))),
     Sample("lerp", (tensor(4, 2), tensor(4, 2, seed=1), 0.3)),
+    Sample("polar", (tensor(5, 3, low=1.0), tensor(3, seed=1))),
+    *(Sample(f"{F}.prelu", (tensor(5, 3, 2), tensor(size, seed=1))) for size in (1, 3)),
+    Sample(f"{F}.prelu", (tensor(5), tensor(1, seed=1))),
     Sample("vdot", (tensor(5), tensor(5, seed=1))),
     Sample("ops.aten._cdist_forward", (tensor(5, 2), tensor(3, 2, seed=1), 2.0, None), gradients=False),
 ]
@@ -160,6 +175,16 @@ RESAMPLING = [
         gradients=False,
     ),
 ]
+COMPLEX = torch.complex(tensor(5, 4), tensor(5, 4, seed=1))
+SPECTRA = [
+    *(Sample(f"fft.{kind}", (tensor(5, 4),)) for kind in ("fft", "ifft", "rfft", "ihfft", "fftshift", "ifftshift")),
+    *(Sample(f"fft.{kind}", (COMPLEX, 6, 0)) for kind in ("fft", "ifft", "irfft", "hfft")),
+    *(Sample(f"fft.{kind}", (tensor(3, 5, 4),)) for kind in ("fft2", "ifft2", "rfft2", "ihfft2")),
+    *(Sample(f"fft.{kind}", (COMPLEX,), {"dim": (0, -1)}) for kind in ("irfft2", "hfft2", "fft2")),
+    *(Sample(f"fft.{kind}", (tensor(3, 5, 4), (3, 3))) for kind in ("fftn", "ifftn", "rfftn", "ihfftn")),
+    *(Sample(f"fft.{kind}", (COMPLEX,), {"dim": (1,)}) for kind in ("irfftn", "hfftn")),
+    Sample("fft.fftshift", (tensor(5, 4), 0)),
+]
 FAMILIES = {
     "elements": ELEMENTS,
     "pairs": PAIRS,
@@ -167,6 +192,7 @@ FAMILIES = {
     "copies": COPIES,
     "matrices": MATRICES,
     "resampling": RESAMPLING,
+    "spectra": SPECTRA,
 }
 # They need a device that a test on a CPU does not have, or do nothing there.
 ABOUT_DEVICES = {"cpu", "cuda", "npu", "xpu", "pin_memory"}

@@ -177,3 +177,15 @@ def test_wrong_use_is_named() -> None:
         torch._foreach_add([cut], [tensor(4)])
     with pytest.raises(ValueError, match="_foreach_add: the tensors lie on different meshes"):
         torch._foreach_add([cut], [hp.distribute_tensor(tensor(4), other_mesh, [hp.Shard(0)])])
+
+
+@run_on_ranks(2)
+def test_whole_numbers_are_copied_from_sums_that_are_done() -> None:
+    mesh = hp.init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
+    halves = hp.DTensor.from_local(torch.full((3,), 0.5), mesh, [hp.Partial()])
+    whole = hp.distribute_tensor(torch.zeros(3, dtype=torch.int64), mesh, [hp.Replicate()])
+    torch._foreach_copy_([whole], [halves])
+    assert whole.full_tensor().tolist() == [1, 1, 1]
+    pending = hp.DTensor.from_local(torch.zeros(3, dtype=torch.int64), mesh, [hp.Partial()])
+    with pytest.raises(RuntimeError, match=r"_foreach_copy_ cannot write .*call reduce_partial\(\) first"):
+        torch._foreach_copy_([pending], [halves])

@@ -80,6 +80,8 @@ def test_what_cannot_be_transformed_says_what_to_write() -> None:
         func.jacrev(torch.sin)(x)
     with pytest.raises(RuntimeError, match="functionalize cannot trace distributed tensors"):
         func.functionalize(torch.sin)(x)
+    with pytest.raises(RuntimeError, match=r"torch\.func\.linearize .*torch\.autograd\.functional\.jvp"):
+        func.linearize(torch.sin, x)
     with pytest.raises(RuntimeError, match=r"must return a tensor without dims, got one of shape \(4, 3\)"):
         func.grad(torch.sin)(x)
     # What the messages recommend works.

@@ -1,10 +1,13 @@
 """PyTorch's operator database on distributed tensors: one sample per operator here, four in ``docs/ops.md``."""
 
 from tests.shard.op_coverage import run_database
+from tests.shard.op_trials import Trial
 
 
 def test_operators_are_right_and_none_hangs(worlds) -> None:
-    outcomes = [outcome for outcome in run_database(worlds, seed=5, num_samples=1) if outcome.status != "no sample"]
+    outcomes = [
+        outcome for outcome in run_database(worlds, Trial(seed=5, num_samples=1)) if outcome.status != "no sample"
+    ]
     bad = {outcome.name: outcome for outcome in outcomes if outcome.status in ("wrong", "died or hung")}
     assert not bad, "\n".join(f"{name}: {outcome.status}: {outcome.message}" for name, outcome in bad.items())
     right = [outcome for outcome in outcomes if outcome.status == "right"]

@@ -153,3 +153,42 @@ def test_threads_plan_at_once() -> None:
     finally:
         dispatch._MAX_CALLS = limit
     assert not failures, failures[:5]
+
+
+@run_on_ranks(2)
+def test_plans_are_forgotten_when_a_group_is_left() -> None:
+    """In the next world this rank may have another place in an equal mesh."""
+    mesh = hp.init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
+    x = hp.distribute_tensor(tensor(5, 3), mesh, [hp.Shard(0)])
+    wanted = (x + x).reshape(5, 1, 3).full_tensor()
+    assert dispatch._calls and dispatch._direct
+    platform = hp.get_platform()
+    platform.destroy_process_group(platform.create_group([platform.get_rank()]))
+    assert not dispatch._calls and not dispatch._direct
+    torch.testing.assert_close((x + x).reshape(5, 1, 3).full_tensor(), wanted)
+
+
+@run_on_ranks(2)
+def test_keywords_in_any_order() -> None:
+    mesh = hp.init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
+    a, b, c = tensor(4, 4), tensor(4, 4, seed=1), tensor(4, 4, seed=2)
+    calls = [
+        (torch.mm, {"mat2": a, "input": b}),
+        (torch.div, {"other": a, "input": b}),
+        (torch.div, {"input": b, "other": a}),
+        (torch.addmm, {"mat2": a, "mat1": b, "input": c}),
+        (F.linear, {"bias": a[0], "weight": b, "input": c}),
+        (torch.where, {"other": a, "condition": b > 0, "input": c}),
+        (F.mse_loss, {"target": a, "input": b}),
+        (torch.lerp, {"weight": a, "end": b, "input": c}),
+    ]
+    for func, named in calls:
+        for layouts in itertools.product([hp.Replicate(), hp.Shard(0), hp.Partial()], repeat=len(named)):
+            ours = {
+                name: hp.distribute_tensor(
+                    value, mesh, [layout if value.is_floating_point() or layout != hp.Partial() else hp.Shard(0)]
+                )
+                for (name, value), layout in zip(named.items(), layouts, strict=True)
+            }
+            found = func(**ours).full_tensor()
+            torch.testing.assert_close(found, func(**named), msg=lambda t, f=func, la=layouts: f"{f} under {la}: {t}")

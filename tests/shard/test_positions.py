@@ -84,3 +84,56 @@ def test_take_along_dim_counts_on_from_the_start() -> None:
     x = hp.distribute_tensor(tensor(5, 3), mesh, [hp.Shard(0)])
     ours = x.take_along_dim(hp.distribute_tensor(positions, mesh, [hp.Replicate()]), 0)
     torch.testing.assert_close(ours.full_tensor(), tensor(5, 3).take_along_dim(positions, 0))
+
+
+@run_on_ranks(2, timeout=120)
+def test_targets_of_margin_losses() -> None:
+    mesh = hp.init_device_mesh("cpu", (2,))
+    logits = tensor(5, 4)
+    losses = {
+        F.multi_margin_loss: [torch.tensor([0, 3, 1, 2, bad]) for bad in (3, 4, -1)],
+        F.multilabel_margin_loss: [torch.tensor([[1, 2, -1, -1]] * 4 + [[0, bad, -1, -1]]) for bad in (3, 4, -1, -2)],
+    }
+    for loss, targets in losses.items():
+        for target in targets:
+            expected = _outcome(loss, logits, target)
+            for layout in layouts_of(mesh, logits, False):
+                for other in layouts_of(mesh, target, False):
+                    ours = hp.distribute_tensor(logits, mesh, layout), hp.distribute_tensor(target, mesh, other)
+                    found = _outcome(loss, *ours)
+                    assert found is expected, f"{loss.__name__} of {target} under {layout}, {other}: {found}"
+
+
+REFUSALS = {
+    "cholesky": lambda x: torch.linalg.cholesky(x),
+    "inv": lambda x: torch.linalg.inv(x),
+    "solve": lambda x: torch.linalg.solve(x, x),
+    "eigh": lambda x: torch.linalg.eigh(x / x.sum((1, 2), keepdim=True)),
+    "binary_cross_entropy": lambda x: F.binary_cross_entropy(x - 3 * (x.sum((1, 2), keepdim=True) == 0), x),
+    "max_unpool2d": lambda x: F.max_unpool2d(x, (x.sum((1, 2), keepdim=True) == 0).long() * 40 + x.long(), 2),
+}
+
+
+@run_on_ranks(2, timeout=120)
+def test_a_block_that_is_refused_is_refused_on_every_rank() -> None:
+    mesh = hp.init_device_mesh("cpu", (2,))
+    good = torch.eye(3, dtype=torch.float64).repeat(5, 1, 1)
+    bad = good.clone()
+    bad[4] = 0.0  # singular
+    for name, run in REFUSALS.items():
+        for values in (good, bad):
+            expected = _outcome(lambda x, _, run=run: run(x), values, None)
+            assert (expected is None) == (values is good), name
+            for layout in layouts_of(mesh, values, False):
+                found = _outcome(lambda x, _, run=run: run(x), hp.distribute_tensor(values, mesh, layout), None)
+                assert found is expected, f"{name} under {layout}: {found} instead of {expected}"
+
+
+@run_on_ranks(2)
+def test_no_positions_in_nothing() -> None:
+    mesh = hp.init_device_mesh("cpu", (2,))
+    for layout in ([hp.Shard(0)], [hp.Replicate()]):
+        x = hp.distribute_tensor(tensor(0), mesh, layout)
+        index = hp.distribute_tensor(torch.empty(0, dtype=torch.int64), mesh, [hp.Shard(0)])
+        for found in (x.take(index), x[index], x.index_select(0, index), x.gather(0, index)):
+            assert tuple(found.shape) == (0,) and found.full_tensor().numel() == 0

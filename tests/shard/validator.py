@@ -2,8 +2,8 @@
 
 A :class:`Sample` is one call on small tensors. :func:`validate` runs on every rank of a world: it takes the call's
 tensors through all layouts of the mesh, and compares this rank's block of the result and of the gradients of all inputs
-with the plain call. Where there are many combinations, all are planned and one of each choice is run (see ``choices``),
-and some more by chance. It returns what went wrong on this rank, as text.
+with the plain call. Where there are many combinations, one is run for each choice that the planner can make (see
+``choices``), and some more by chance. It returns what went wrong on this rank, as text.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 
 import hyper_parallel as hp
 from hyper_parallel.core.dtensor.layout import Layout
-from tests.shard.choices import one_of_each_choice, planned_calls
+from tests.shard.choices import every_choice, planned_calls
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def validate(
 ) -> list[str]:
     """Runs on every rank; what was wrong, one line per sample and layouts.
 
-    Up to ``most`` combinations of layouts are all run; of more, one of each choice and ``BY_CHANCE`` others.
+    Up to ``most`` combinations of layouts are all run; of more, one for each choice and ``BY_CHANCE`` others.
     """
     warnings.simplefilter("ignore")
     mesh = hp.init_device_mesh("cpu", mesh_shape, mesh_dim_names=("x", "y", "z")[: len(mesh_shape)])
@@ -122,7 +122,7 @@ def _combinations(
     covered = None
     calls = _rule_calls(sample, tensors, mesh)
     if len(calls) == 1:
-        covered = one_of_each_choice(calls[0], choices, seed)
+        covered = every_choice(calls[0], choices, seed)
     count = BY_CHANCE if covered is not None else 4 * BY_CHANCE
     return [*(covered or []), *(tuple(map(pick.choice, choices)) for _ in range(count))]
 
@@ -171,7 +171,7 @@ def _backward(outputs: list[Any], cotangents: list[Any]) -> None:
         torch.autograd.backward([out for out, _ in pairs], [cotangent for _, cotangent in pairs])
 
 
-def _spread(value: torch.Tensor, layout: Layout) -> Any:
+def spread(value: torch.Tensor, layout: Layout) -> Any:
     """The value under a layout. Where a sum is pending the first rank has twice the value and the second takes it off
     once, which is exact in any order: with zeros for parts a product of pending sums would look right.
     """
@@ -191,7 +191,7 @@ def _compare(
     sample: Sample, tensors: list[torch.Tensor], layouts: Sequence[Layout], mesh: Any, expected: Any, tolerance: float
 ) -> str:
     result, cotangents, gradients = expected
-    leaves = [_spread(_leaf(tensor, sample.gradients), layout) for tensor, layout in zip(tensors, layouts, strict=True)]
+    leaves = [spread(_leaf(tensor, sample.gradients), layout) for tensor, layout in zip(tensors, layouts, strict=True)]
     refused = _is_in_place(sample) and layouts[0].has_partial
     try:
         ours = _call(sample, leaves, _is_in_place(sample))

@@ -40,6 +40,8 @@ def distribute_tensor(
         return tensor
     if not platform.is_tensor(tensor):
         raise TypeError(f"distribute_tensor takes a tensor, got {type(tensor).__name__}")
+    if not platform.is_dense_tensor(tensor):
+        raise TypeError("distribute_tensor cannot cut a sparse or nested tensor; use to_dense() or to_padded_tensor()")
     shape = tuple(tensor.shape)
     layout = resolve_layout(mesh, placements, len(shape))
     if platform.needs_grad(tensor) and not platform.is_leaf(tensor):

@@ -97,6 +97,8 @@ class DTensor(_platform.DTensorBase):  # type: ignore[misc, name-defined]
         del stride
         if not _platform.is_tensor(local_tensor) or isinstance(local_tensor, DTensor):
             raise TypeError(f"from_local takes this rank's block as a plain tensor, got {type(local_tensor).__name__}")
+        if not _platform.is_dense_tensor(local_tensor):
+            raise TypeError("from_local cannot take a sparse or nested block; use to_dense() or to_padded_tensor()")
         mesh = resolve_mesh(device_mesh, "from_local")
         try:
             layout = resolve_layout(mesh, placements, local_tensor.ndim)

@@ -9,22 +9,24 @@ both; all ranks run the same program, so they agree. Ordinary tensors pay nothin
 look.
 
 ``reshape`` and its like give a view where the elements lie so that it is possible, and else a copy. That is asked only
-when it matters, of the rank that holds the first block.
+when it matters, of the rank that holds the first block. A block with one row of a cut dim can be a view where the whole
+is not: the transpose of (4, 2), cut to (4, 1), is contiguous on each rank. There the result gets memory of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor, settle
+from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.shard.mixing import PendingWriteError
 from hyper_parallel.platform import get_platform
 
 _platform = get_platform()
 _VIEW_OPS = _platform.view_ops()
-_WHERE_POSSIBLE = frozenset({"reshape", "reshape_as", "flatten", "ravel", "contiguous"})
+_WHERE_POSSIBLE = _VIEW_OPS & {"reshape", "reshape_as", "flatten", "ravel", "contiguous"}
 
 
 @dataclass
@@ -199,6 +201,24 @@ def _is_position(entry: Any) -> bool:
     return hasattr(entry, "__index__") and not isinstance(entry, bool)
 
 
+def may_be_view_by_chance(name: str, layout: Layout, shape: Sequence[int]) -> bool:
+    """Whether this rank's block has so few rows that ``name`` may give a view of it where one device copies."""
+    if name not in _WHERE_POSSIBLE or layout.mesh.get_coordinate() is None:
+        return False
+    return any(here == 1 < whole for here, whole in zip(layout.local_shape(tuple(shape)), shape, strict=True))
+
+
+def apart_where_copied(
+    result: DTensor, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> DTensor:
+    """The result of ``reshape`` or its like, in memory of its own where one device would have copied."""
+    base, rest, keywords = _base_and_rest(args, kwargs)
+    if not _platform.shares_memory(result, base):
+        return result
+    shape, block = tuple(base.shape), _platform.block_strides(base)
+    return result if _platform.would_be_view(func, rest, keywords, shape, block) else result.clone()
+
+
 def link(
     name: str, result: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], may_share: bool
 ) -> Any:
@@ -206,12 +226,17 @@ def link(
 
     ``may_share``: the argument is a copied view itself, and the results may be ordinary views of that.
     """
-    base, rest = (args[0], args[1:]) if args else (kwargs["input"], ())
-    keywords = {key: value for key, value in kwargs.items() if key != "input" or args}
+    base, rest, keywords = _base_and_rest(args, kwargs)
     if isinstance(result, (list, tuple)):
         views = [_linked(name, item, func, base, rest, keywords, index, may_share) for index, item in enumerate(result)]
         return type(result)(views)
     return _linked(name, result, func, base, rest, keywords, None, may_share)
+
+
+def _base_and_rest(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    if args:
+        return args[0], args[1:], kwargs
+    return kwargs["input"], (), {key: value for key, value in kwargs.items() if key != "input"}
 
 
 def _linked(
@@ -288,3 +313,6 @@ def _find(tree: Any, found: list[Any]) -> None:
     elif isinstance(tree, dict):
         for item in tree.values():
             _find(item, found)
+
+
+_platform.leave_uncompiled(CopiedView)

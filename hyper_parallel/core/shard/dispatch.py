@@ -48,6 +48,7 @@ _calls: dict[tuple[Any, ...], PlannedCall | None] = {}
 _direct: dict[Any, Handler] = {}  # how to run calls of up to three tensors, by a key that is quick to make
 _lock = threading.Lock()
 _NO_KEYWORDS: dict[str, Any] = {}
+_BOUNDS = frozenset({int, type(None)})
 
 
 def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -68,6 +69,8 @@ def intercept(kind: type, func: Callable[..., Any], types: Any, args: Any = (), 
                     short = (func, first._layout, first._global_shape, second._layout, second._global_shape)
                 elif type(second) is float and func in _numbers_left_out:
                     short = (func, first._layout, first._global_shape, float)
+                elif type(second) is tuple:
+                    short = _key_of_entries(func, first, second)
         elif len(args) == 1:
             if type(args[0]) is DTensor:
                 short = (func, args[0]._layout, args[0]._global_shape)
@@ -88,6 +91,8 @@ def intercept(kind: type, func: Callable[..., Any], types: Any, args: Any = (), 
         handler = _handlers[func] = _find_handler(func)
     if replicating.depth and func not in _not_about_values:
         args, kwargs = plain_as_whole(args, kwargs)
+    if len(kwargs) > 1:
+        kwargs = _in_order(func, kwargs)
     if handler is not None:
         return handler(func, args, kwargs)
     try:
@@ -101,9 +106,36 @@ def intercept(kind: type, func: Callable[..., Any], types: Any, args: Any = (), 
         short = None
     if planned is None:
         return _without_rule(func, args, kwargs)
-    if short is not None and func not in _dtypes_put_in:
+    if short is not None and (func not in _dtypes_put_in or type(args[-1]) is tuple):
         _remember(_direct, short, planned.run)
     return planned.run(func, args, kwargs)
+
+
+def _key_of_entries(func: Callable[..., Any], tensor: DTensor, entries: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """The key of ``tensor[entries]`` and its like, where all entries are numbers, ranges, ``None`` or ``...``."""
+    key: list[Any] = [func, tensor._layout, tensor._global_shape, tuple]
+    for entry in entries:
+        kind = type(entry)
+        if kind is slice:
+            start, stop, step = entry.start, entry.stop, entry.step
+            if type(start) not in _BOUNDS or type(stop) not in _BOUNDS or type(step) not in _BOUNDS:
+                return None
+            key += (slice, start, stop, step)
+        elif kind is int or entry is None or entry is Ellipsis:
+            key.append(entry)
+        else:
+            return None
+    if func in _dtypes_put_in:
+        key.append(tensor.dtype)
+    return tuple(key)
+
+
+def _in_order(func: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The keywords in the order of the function's arguments, where several are tensors: rules count tensors."""
+    if sum(isinstance(value, DTensor) for value in kwargs.values()) < 2:
+        return kwargs
+    places = {name: place for place, name in enumerate(_platform.argument_names(func))}
+    return {name: kwargs[name] for name in sorted(kwargs, key=lambda name: places.get(name, len(places)))}
 
 
 def _find_plan(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlannedCall | None:
@@ -160,6 +192,13 @@ def _remember(table: dict[Any, Any], key: Any, value: Any) -> None:
         if len(table) >= _MAX_CALLS:
             table.clear()
         table[key] = value
+
+
+def _forget() -> None:
+    """Plans hold what a rank does at its place in a mesh, which may be another one in the next world."""
+    with _lock:
+        _calls.clear()
+        _direct.clear()
 
 
 def _add_to_key(key: list[Any], value: Any, numbers: bool) -> None:
@@ -259,3 +298,5 @@ rules.load()
 _platform.set_function_handler(autograd_helpers.run_function)
 _platform.carry_random_state(get_rng_state, set_rng_state)
 _platform.set_dispatcher(intercept)
+_platform.on_leaving(_forget)
+_platform.leave_uncompiled(DTensor)

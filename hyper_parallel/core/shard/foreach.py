@@ -199,6 +199,8 @@ class _Together:
             return False
         if self._base == "lerp":
             return len(tensors) == 2
+        if self._base == "copy" and tensors[0].dtype != tensors[1].dtype:
+            return False  # the parts of a sum do not round as the sum does
         if self._base in _LINEAR_TOGETHER:
             return len(tensors) == 2 and (not self._has_number or self._base in ("add", "sub"))
         return self._base in _LINEAR_BY_NUMBERS and len(tensors) == 1

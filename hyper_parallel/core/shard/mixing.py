@@ -95,6 +95,11 @@ def plain_as_whole(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple
 
 def refuse_plain(name: str, value: Any) -> None:
     """Raise if ``value`` is a plain tensor with dims."""
+    if _platform.is_tensor(value) and not _platform.is_dense_tensor(value):
+        raise MixedTensorsError(
+            f"{name}: a sparse or nested tensor meets a distributed one; make it dense first, with to_dense() or "
+            "to_padded_tensor(), and turn it into one with distribute_tensor"
+        )
     if _platform.is_tensor(value) and value.ndim > 0:
         raise MixedTensorsError(
             f"{name}: a plain tensor of shape {tuple(value.shape)} meets a distributed one; turn it into one with "

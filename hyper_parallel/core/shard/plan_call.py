@@ -10,7 +10,7 @@ from hyper_parallel.core.dtensor.comm_recorder import because
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout, Shape
 from hyper_parallel.core.dtensor.shard_sizes import finish_checks
-from hyper_parallel.core.shard.copied_views import is_view_call, link
+from hyper_parallel.core.shard.copied_views import apart_where_copied, is_view_call, link, may_be_view_by_chance
 from hyper_parallel.core.shard.mixing import PendingWriteError, refuse_plain, same_mesh
 from hyper_parallel.core.shard.rule_table import Rule, find_rule
 from hyper_parallel.core.shard.signature import LocalCall, OpCall, Signature, TensorSpec
@@ -155,6 +155,7 @@ class PlannedCall:
         "gives_nothing",
         "is_direct",
         "local",
+        "may_alias",
         "moves",
         "name",
         "output_layouts",
@@ -207,6 +208,8 @@ class PlannedCall:
             self.run = self._copy_view
         elif not (self.moves or self.updates or self.local or self.rewritten) and self.changes_positional:
             self.run = self._vary
+        if not self.moves and may_be_view_by_chance(name, call.tensors[0].layout, self.shapes[0]):
+            self.may_alias, self.run = self.run, self._apart
 
     def _gives_nothing(self) -> bool:
         """Whether this rank's blocks of the results have no elements."""
@@ -219,6 +222,9 @@ class PlannedCall:
 
     def _copy_view(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return link(self.name, self._call(func, args, kwargs), func, args, kwargs, may_share=False)
+
+    def _apart(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return apart_where_copied(self.may_alias(func, args, kwargs), func, args, kwargs)
 
     def _vary(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Everything lies as it should; only gradients of whole inputs are to be summed."""

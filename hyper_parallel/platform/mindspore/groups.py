@@ -29,6 +29,7 @@ __all__ = [
     "get_world_size",
     "init_process_group",
     "make_group",
+    "on_leaving",
     "split_group",
     "world_generation",
 ]
@@ -142,6 +143,11 @@ def destroy_process_group(group: Any = None) -> None:
 def world_generation() -> int:
     """How many worlds this process has left: what is remembered about groups holds for one of them."""
     return _num_worlds_left
+
+
+def on_leaving(forget: Callable[[], None]) -> None:
+    """Call ``forget()`` whenever a group or the world is left: in the next one this rank may have another place."""
+    on_destroy.append(lambda group: forget())
 
 
 def _leave_if_scheduler() -> None:

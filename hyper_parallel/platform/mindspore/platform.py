@@ -58,6 +58,7 @@ class MindSporePlatform(DistributedTensors, Platform):
     _create_group = staticmethod(groups.make_group)
 
     world_generation = staticmethod(groups.world_generation)
+    on_leaving = staticmethod(groups.on_leaving)
 
     # collectives on plain tensors
     all_reduce = staticmethod(collectives.all_reduce)

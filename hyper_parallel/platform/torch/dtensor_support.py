@@ -211,7 +211,9 @@ def seeded(seed: int, number: int) -> Iterator[None]:
 
 def is_dense_tensor(value: Any) -> bool:
     """Whether ``value`` is a tensor with one memory cell per element."""
-    return isinstance(value, torch.Tensor) and torch.Tensor.layout.__get__(value) is torch.strided  # type: ignore[attr-defined]
+    if not isinstance(value, torch.Tensor) or value.is_nested:
+        return False
+    return torch.Tensor.layout.__get__(value) is torch.strided  # type: ignore[attr-defined]
 
 
 def is_intercepted(func: Callable[..., Any]) -> bool:

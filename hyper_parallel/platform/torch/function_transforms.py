@@ -23,6 +23,7 @@ _plain_grad_and_value = eager_transforms.grad_and_value_impl
 _plain_vjp = eager_transforms._vjp_with_argnums
 _plain_add_batch_dim = vmap._add_batch_dim
 _plain_make_dual = forward_ad.make_dual
+_plain_linearize = eager_transforms.linearize
 _plain_wrap_functional = eager_transforms._maybe_wrap_functional_tensor
 
 
@@ -129,10 +130,20 @@ def _wrap_functional(tensor: Any, *args: Any, **kwargs: Any) -> Any:
     return _plain_wrap_functional(tensor, *args, **kwargs)
 
 
+def _linearize(func: Callable[..., Any], *primals: Any) -> Any:
+    if _has_dtensor(primals):
+        raise RuntimeError(
+            "torch.func.linearize would trace blocks of distributed tensors as if they were whole: use "
+            "torch.autograd.functional.jvp, which goes backward"
+        )
+    return _plain_linearize(func, *primals)
+
+
 def set_transforms() -> None:
     """Put the functions of this file in the place of PyTorch's; plain tensors go on to those."""
     eager_transforms.grad_and_value_impl = grad_and_value
     eager_transforms._vjp_with_argnums = _vjp  # type: ignore[assignment]
     eager_transforms._maybe_wrap_functional_tensor = _wrap_functional
+    eager_transforms.linearize = torch.func.linearize = _linearize  # type: ignore[assignment]
     vmap._add_batch_dim = _add_batch_dim
     forward_ad.make_dual = _make_dual

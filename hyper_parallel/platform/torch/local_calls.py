@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -82,6 +84,19 @@ def output_shapes(func: Callable[..., Any], args: Any, kwargs: Any) -> list[tupl
         result = func(*tree_map(without_memory, args), **tree_map(without_memory, kwargs))
     results = result if isinstance(result, (tuple, list)) else [result]
     return [tuple(item.shape) for item in results if isinstance(item, torch.Tensor)]
+
+
+@functools.cache
+def argument_names(func: Callable[..., Any]) -> tuple[str, ...]:
+    """The names of a function's arguments in their order; empty when they are not known."""
+    try:
+        return tuple(inspect.signature(func).parameters)
+    except (TypeError, ValueError):  # written in C: the longest form in the table of operators
+        forms = getattr(torch.ops.aten, getattr(func, "__name__", ""), None)
+        schemas = [getattr(forms, name)._schema for name in forms.overloads()] if forms is not None else []
+        longest: Any = max(schemas, key=lambda schema: len(schema.arguments), default=None)
+        names = [] if longest is None else [argument.name for argument in longest.arguments]
+        return tuple("input" if name == "self" else name for name in names)
 
 
 def depends_on_values(error: Exception) -> bool:

@@ -1,4 +1,4 @@
-"""``torch.masked`` on distributed tensors.
+"""``torch.masked``, and how ``nn.Transformer`` looks at its masks, on distributed tensors.
 
 These functions are plain Python that nobody can intercept as a whole. They make tensors for themselves, from the shape
 of their input: whole ones, where the input is distributed. So they run with plain tensors taken as whole, while a plain
@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.modules import transformer
 from torch.utils._pytree import tree_leaves
 
 from hyper_parallel.platform.torch.dtensor_base import DTensorBase
@@ -23,11 +24,14 @@ _NAMES = (
 
 
 def take_masked_functions(promise: Callable[[], Any], refuse: Callable[[str, Any], None]) -> None:
-    """Run the functions of ``torch.masked`` inside ``promise()``; ``refuse(name, value)`` looks at plain arguments."""
+    """Run these functions inside ``promise()``; ``refuse(name, value)`` looks at plain arguments."""
     for name in _NAMES:
         plain = getattr(torch.masked, name)
         if not hasattr(plain, "_takes_dtensors"):
             setattr(torch.masked, name, _wrapped(f"torch.masked.{name}", plain, promise, refuse))
+    plain = transformer._detect_is_causal_mask  # it compares a mask with one of its own making; no public name
+    if not hasattr(plain, "_takes_dtensors"):
+        transformer._detect_is_causal_mask = _wrapped("nn.Transformer", plain, promise, refuse)
 
 
 def _wrapped(name: str, plain: Callable[..., Any], promise: Callable[[], Any], refuse: Callable[..., None]) -> Any:

@@ -12,6 +12,7 @@ from hyper_parallel.platform.torch import (
     activation,
     blocks,
     collectives,
+    compiling,
     deferred,
     devices,
     differentiable,
@@ -71,6 +72,7 @@ class TorchPlatform(Platform):
     _create_group = staticmethod(groups.make_group)
 
     world_generation = staticmethod(groups.world_generation)
+    on_leaving = staticmethod(groups.on_leaving)
 
     # collectives on plain tensors
     all_reduce = staticmethod(collectives.all_reduce)
@@ -247,6 +249,8 @@ class TorchPlatform(Platform):
     blocks_of = staticmethod(local_calls.blocks_of)
     label_all = staticmethod(local_calls.label_all)
     output_shapes = staticmethod(local_calls.output_shapes)
+    argument_names = staticmethod(local_calls.argument_names)
+    leave_uncompiled = staticmethod(compiling.leave_uncompiled)
     silenced = staticmethod(local_calls.silenced)
     depends_on_values = staticmethod(local_calls.depends_on_values)
     seeded = staticmethod(dtensor_support.seeded)

@@ -21,9 +21,6 @@ VIEW_OPS = frozenset(
     }
 )
 
-# Of these, those that copy where the elements do not lie so that a view is possible.
-VIEWS_WHERE_POSSIBLE = frozenset({"reshape", "reshape_as", "flatten", "ravel", "contiguous"})
-
 
 def view_ops() -> frozenset[str]:
     """Names of the operators whose result shares the memory of their first argument."""
@@ -32,9 +29,10 @@ def view_ops() -> frozenset[str]:
 
 def version_of(tensor: torch.Tensor) -> int | None:
     """How often the memory of ``tensor`` was written to; None where that is not counted (inference mode, ``.data``)."""
-    if "_counts_alone" in tensor.__dict__:
-        return None
     with _NoInterception():
+        base = torch.Tensor._base.__get__(tensor)  # type: ignore[attr-defined]
+        if "_counts_alone" in tensor.__dict__ or (base is not None and "_counts_alone" in base.__dict__):
+            return None
         return None if tensor.is_inference() else torch.Tensor._version.__get__(tensor)  # type: ignore[attr-defined]
 
 
@@ -56,7 +54,8 @@ def would_be_view(func: Callable[..., Any], args: Sequence[Any], kwargs: Any, sh
     sizes, strides = block
     whole = [0] * len(sizes)
     here, there = 1, 1  # where the next outer dim would continue without a gap: in the block, in the whole tensor
-    for dim in sorted(range(len(sizes)), key=lambda dim: (strides[dim], -dim)):
+    # Of dims with one stride those of size 1 are inside: a block of (4, 1), transposed, is not one of (1, 4).
+    for dim in sorted(range(len(sizes)), key=lambda dim: (strides[dim], sizes[dim], -dim)):
         if strides[dim] == 0 and shape[dim] != 1:
             continue  # stretched
         has_gap = strides[dim] > here and strides[dim] != there  # the block may itself lie in the memory of the whole

@@ -24,5 +24,6 @@ def load() -> None:
         scatter_gather,
         shape,
         softmax,
+        spectral,
         views,
     )

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 from hyper_parallel.core.shard.added_term import is_counted_here, replace_tensor
+from hyper_parallel.core.shard.agreed_errors import with_agreed_errors
 from hyper_parallel.core.shard.empty_blocks import block_tensors, has_empty_block, zeros_in_graph
-from hyper_parallel.core.shard.rule_table import rule
+from hyper_parallel.core.shard.rule_table import Rule, rule
 from hyper_parallel.core.shard.rules.cut_letters import call_with
 from hyper_parallel.core.shard.signature import Labels, LocalCall, OpCall, Signature, letters
 from hyper_parallel.platform import get_platform
@@ -111,8 +112,20 @@ for _rank in (1, 2, 3):
         rule(_name.format(_rank))(_per_channel(_rank, True))
     for _name in _MAX_POOLS:
         rule(_name.format(_rank))(_per_channel(_rank, False))
+
+
+def _checked(positions_rule: Rule) -> Rule:
+    """``max_unpool`` refuses positions outside of the result."""
+
+    def answer(call: OpCall) -> Signature | None:
+        found = positions_rule(call)
+        return None if found is None else with_agreed_errors(found)
+
+    return answer
+
+
 for _rank in (2, 3):
-    rule(f"max_unpool{_rank}d")(_per_channel(_rank, False))
+    rule(f"max_unpool{_rank}d")(_checked(_per_channel(_rank, False)))
 for _name in _UPSAMPLE:
     rule(_name)(_per_channel(int(next(character for character in _name if character.isdigit())), True))
 

@@ -45,6 +45,12 @@ _NON_LINEAR = (
     *("softshrink", "sqrt", "square", "tan", "tanh", "threshold", "trunc", "where", "xlogy", "special_xlog1py"),
     *("special_entr", "special_i0e", "special_i1", "special_i1e", "special_ndtr", "special_ndtri", "special_zeta"),
     *("special_log_ndtr", "special_erfcx", "special_bessel_j0", "special_bessel_j1", "rfloor_divide", "rremainder"),
+    *("special_bessel_y0", "special_bessel_y1", "special_airy_ai", "special_spherical_bessel_j0", "igamma", "igammac"),
+    *(f"special_{scaled}modified_bessel_k{order}" for scaled in ("", "scaled_") for order in (0, 1)),
+    *("special_modified_bessel_i0", "special_modified_bessel_i1", "mvlgamma", "polar", "frexp"),
+    *(f"special_{shifted}chebyshev_polynomial_{kind}" for shifted in ("", "shifted_") for kind in "tuvw"),
+    *(f"special_{family}_polynomial_{kind}" for family, kind in zip(("laguerre", "legendre"), "lp", strict=True)),
+    *("special_hermite_polynomial_h", "special_hermite_polynomial_he"),
 )
 
 
@@ -99,7 +105,9 @@ def each_linear(call: OpCall) -> Signature:
 def first_linear(call: OpCall) -> Signature:
     inputs, output = _labels(call)
     divides = (
-        call.name in ("div", "div_") and isinstance(call.args[0], TensorSpec) and not call.kwargs.get("rounding_mode")
+        call.name in ("div", "div_")
+        and isinstance(call.bind("input")["input"], TensorSpec)
+        and not call.kwargs.get("rounding_mode")
     )
     return Signature(inputs, (output,), linear=(frozenset({0}),) if divides else ())
 
@@ -117,3 +125,24 @@ def copy_(call: OpCall) -> Signature:
 def overwrite(call: OpCall) -> Signature:
     inputs, output = _labels(call)
     return Signature(inputs, (output,), linear=(frozenset({0}),) if call.name == "zero_" else ())
+
+
+@rule("prelu")
+def prelu(call: OpCall) -> Signature | None:
+    """One slope for all elements, or one for each channel, which is dim 1."""
+    if len(call.tensors) != 2:
+        return None
+    values, slope = call.tensors
+    names = letters(values.ndim)
+    is_per_channel = slope.ndim == 1 and slope.shape[0] != 1 and values.ndim > 1
+    of_slope = (names[1],) if is_per_channel else (None,) * slope.ndim
+    return Signature((names, of_slope), (names,))
+
+
+@rule("glu")
+def glu(call: OpCall) -> Signature:
+    """One half of a dim, which stays whole, gates the other."""
+    (values,) = call.tensors
+    dim = call.bind("input", "dim", dim=-1)["dim"] % values.ndim
+    labels = tuple(None if place == dim else letter for place, letter in enumerate(letters(values.ndim)))
+    return Signature((labels,), (labels,))

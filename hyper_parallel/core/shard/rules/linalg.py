@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hyper_parallel.core.shard.agreed_errors import with_agreed_errors
 from hyper_parallel.core.shard.rule_table import rule
 from hyper_parallel.core.shard.rules.matmul import align
 from hyper_parallel.core.shard.signature import OpCall, Signature, TensorSpec, letters
@@ -31,6 +32,21 @@ _ITEM_DIMS = {
 }
 # The framework refuses an empty batch, which a rank may have where the cut is uneven.
 _REFUSE_EMPTY = frozenset({"linalg_cond"})
+# These raise where a matrix is singular, not positive definite, or has no finite values.
+_MAY_FAIL = frozenset(
+    {
+        *("inverse", "linalg_inv", "cholesky", "linalg_cholesky", "svd", "linalg_svd", "linalg_svdvals", "linalg_eigh"),
+        *("linalg_eigvalsh", "linalg_eig", "linalg_eigvals", "linalg_pinv", "pinverse", "linalg_matrix_rank"),
+        *(
+            "linalg_cond",
+            "linalg_lu_factor",
+            "linalg_ldl_factor",
+            "linalg_solve",
+            "matrix_power",
+            "linalg_matrix_power",
+        ),
+    }
+)
 
 
 @rule(*_ITEM_DIMS)
@@ -65,4 +81,5 @@ def _by_batch(call: OpCall, item_dims: tuple[int, ...]) -> Signature | None:
     )
     outputs = tuple((*batch, *(None,) * (len(shape) - batch_rank)) for shape in call.outputs)
     even = frozenset(map(str, batch)) if call.name in _REFUSE_EMPTY else frozenset()
-    return Signature(inputs, outputs, even=even)
+    found = Signature(inputs, outputs, even=even)
+    return with_agreed_errors(found) if call.name in _MAY_FAIL else found

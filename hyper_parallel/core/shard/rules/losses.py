@@ -8,8 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
+from hyper_parallel.core.shard.agreed_errors import with_agreed_errors
 from hyper_parallel.core.shard.rule_table import rule
 from hyper_parallel.core.shard.rules.cut_letters import arguments, call_with, is_cut, num_elements
+from hyper_parallel.core.shard.rules.positions import with_checked_positions
 from hyper_parallel.core.shard.signature import (
     Labels,
     LocalCall,
@@ -81,7 +83,9 @@ def loss_of_elements(call: OpCall) -> Signature | None:
         return None
     shape = _broadcast([spec.shape for spec in call.tensors])
     inputs = broadcast_labels([spec.shape for spec in call.tensors], shape)
-    return _with_mean(inputs, letters(len(shape)), reduction, shape, names)
+    found = _with_mean(inputs, letters(len(shape)), reduction, shape, names)
+    # On the host it refuses probabilities outside of [0, 1].
+    return with_agreed_errors(found, host_only=True) if call.name == "binary_cross_entropy" else found
 
 
 @rule(*_ROWS)
@@ -130,7 +134,17 @@ def _loss_of_classes(call: OpCall, given: dict[str, Any], reduction: Any, names:
     inputs = tuple(by_tensor[id(spec)] for spec in call.tensors)
     if any(len(labels) != spec.ndim for labels, spec in zip(inputs, call.tensors, strict=True)):
         return None
-    return _with_mean(inputs, rows, reduction, scores.shape[:-1], names)
+    if reduction in (0, "none") and call.outputs[0] != scores.shape[:-1]:
+        return None  # the framework gives one element for a single row
+    found = _with_mean(inputs, rows, reduction, scores.shape[:-1], names)
+    if not isinstance(given["target"], TensorSpec):
+        return found
+    # Several targets of a row end with -1.
+    low = -1 if call.name == "multilabel_margin_loss" else 0
+    number = next(place for place, spec in enumerate(call.tensors) if spec is given["target"])
+    return with_checked_positions(
+        found, f"{call.name}: target", number, scores.ndim - 1, scores.shape[-1], kind=RuntimeError, low=low
+    )
 
 
 def _with_mean(

@@ -18,6 +18,7 @@ from hyper_parallel.core.shard.signature import LocalCall, Signature
 from hyper_parallel.platform import get_platform
 
 _platform = get_platform()
+_NONE = (2**62, -(2**62))  # the smallest and largest of no positions
 
 
 def check_positions(
@@ -26,14 +27,14 @@ def check_positions(
     """Raise ``error(position)`` on all ranks if a position, of a block under ``layout``, is not in [low, high)."""
     if not str(index.device).lower().startswith("cpu"):  # "cpu" and "cuda:0", or "CPU" and "Ascend:0"
         return
-    smallest, largest = (int(index.min()), int(index.max())) if index.numel() else (low, low)
+    smallest, largest = (int(index.min()), int(index.max())) if index.numel() else _NONE
     axes = tuple(sorted({axis for cut in layout.cuts for axis in cut if call.mesh.shape[axis] > 1}))
     if axes:
         ends = _platform.index_tensor([[-smallest, largest]], call.mesh.device_type)
         _platform.all_reduce(ends, call.mesh.get_group(axes), op="max")
         ((negated, largest),) = ends.tolist()
         smallest = -negated
-    if smallest < low or largest >= high:
+    if (smallest, largest) != _NONE and (smallest < low or largest >= high):
         raise error(smallest if smallest < low else largest)
 
 
@@ -46,11 +47,13 @@ def with_checked_positions(
     *,
     kind: type[Exception] = IndexError,
     wraps: bool = False,
+    low: int = 0,
     source: int = 0,
 ) -> Signature:
     """The signature of an operator whose input ``number`` has positions in dim ``dim`` of input ``source``.
 
-    ``wraps``: negative positions count from the end. ``kind`` is the error that the operator raises on one device.
+    ``wraps``: negative positions count from the end; else ``low`` is the smallest one. ``kind`` is the error that the
+    operator raises on one device.
     """
     inner, needed = signature.local, signature.needs_local
 
@@ -59,7 +62,7 @@ def with_checked_positions(
 
     def local(call: LocalCall) -> Any:
         index = _tensors((call.args, tuple(call.kwargs.values())))[number]
-        check_positions(call, index, call.inputs[number], -size if wraps else 0, size, error)
+        check_positions(call, index, call.inputs[number], -size if wraps else low, size, error)
         if inner is not None and (needed is None or needed(call)):
             return inner(call)
         target = call.args if call.written is None else (call.written, *call.args[1:])

@@ -1,0 +1,65 @@
+"""Operators that may refuse the values of one block: all ranks raise then, or none.
+
+Note [An error on one rank]
+``linalg.cholesky`` of a cut batch raises on the rank that has the bad matrix. The others would go on and wait for it in
+the next collective. So the ranks tell each other whether they have failed, and if so the first error is raised by all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from hyper_parallel.core.shard.empty_blocks import block_tensors
+from hyper_parallel.core.shard.signature import LocalCall, Signature
+from hyper_parallel.platform import get_platform
+
+_platform = get_platform()
+
+
+def with_agreed_errors(signature: Signature, host_only: bool = False) -> Signature:
+    """The signature of an operator that looks at values and may raise; ``host_only``: on the host only."""
+    inner, needed = signature.local, signature.needs_local
+
+    def run(call: LocalCall) -> Any:
+        if inner is not None and (needed is None or needed(call)):
+            return inner(call)
+        target = call.args if call.written is None else (call.written, *call.args[1:])
+        return call.func(*target, **call.kwargs)
+
+    def local(call: LocalCall) -> Any:
+        if host_only and not str(block_tensors(call)[0].device).lower().startswith("cpu"):
+            return run(call)
+        result, error = None, None
+        try:
+            result = run(call)
+        except RuntimeError as raised:
+            error = raised
+        _agree(call, error)
+        return result
+
+    def is_needed(call: LocalCall) -> bool:
+        return bool(_cut_axes(call)) or (inner is not None and (needed is None or needed(call)))
+
+    return dataclasses.replace(signature, local=local, needs_local=is_needed)
+
+
+def _cut_axes(call: LocalCall) -> tuple[int, ...]:
+    cut = {axis for layout in call.inputs for axes in layout.cuts for axis in axes}
+    return tuple(sorted(axis for axis in cut if call.mesh.shape[axis] > 1))
+
+
+def _agree(call: LocalCall, error: RuntimeError | None) -> None:
+    axes = _cut_axes(call)
+    if axes:
+        group = call.mesh.get_group(axes)
+        failed = _platform.index_tensor([[int(error is not None)]], call.mesh.device_type)
+        _platform.all_reduce(failed, group, op="max")
+        if not failed.item():
+            return
+        errors: list[Any] = [None] * len(_platform.get_process_group_ranks(group))
+        _platform.all_gather_object(errors, None if error is None else (type(error), str(error)), group)
+        kind, message = next(one for one in errors if one is not None)
+        raise kind(message) from error
+    if error is not None:
+        raise error

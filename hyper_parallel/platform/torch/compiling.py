@@ -1,0 +1,39 @@
+"""``torch.compile`` and distributed tensors: what meets one runs as it is, and is not compiled.
+
+Note [No graph of blocks]
+The compiler reads a tensor's own data, which for a distributed tensor is a block, and would trace the dispatcher until
+the stack is full. So it is told which types not to trace and that this library is not to be looked into, when
+``torch.compile`` is called first: the compiler is a large import that programs without it should not pay for. The names
+are those of its configuration and of its list of code to leave alone, which has no public name.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+_kinds: set[type] = set()
+_plain_compile = torch.compile
+
+
+def leave_uncompiled(kind: type) -> None:
+    """Let compiled code run operators on tensors of ``kind`` as if it were not compiled."""
+    _kinds.add(kind)
+    if torch.compile is _plain_compile:
+        torch.compile = _compile  # type: ignore[assignment]
+
+
+@functools.cache
+def _tell_compiler() -> None:
+    from torch import _dynamo
+
+    _dynamo.config.nontraceable_tensor_subclasses.update(_kinds)
+    _dynamo.trace_rules.add("hyper_parallel")
+
+
+@functools.wraps(_plain_compile)
+def _compile(*args: Any, **kwargs: Any) -> Any:
+    _tell_compiler()
+    return _plain_compile(*args, **kwargs)

@@ -1,0 +1,64 @@
+"""Others that meet distributed tensors: sparse and nested ones, which cannot, and the compiler, which lets them be."""
+
+import warnings
+
+import pytest
+import torch
+
+import hyper_parallel as hp
+from tests.shard.validator import tensor
+from tests.world import run_on_ranks
+
+
+@run_on_ranks(2)
+def test_sparse_and_nested_tensors() -> None:
+    warnings.simplefilter("ignore")
+    mesh = hp.init_device_mesh("cpu", (2,))
+    x = hp.distribute_tensor(tensor(4, 4), mesh, [hp.Shard(0)])
+    sparse = torch.eye(4, dtype=torch.float64).to_sparse()
+    others = [
+        sparse,
+        sparse.to_sparse_csr(),
+        torch.nested.nested_tensor([tensor(2, 4), tensor(3, 4)]),
+        torch.nested.nested_tensor([tensor(2, 4), tensor(3, 4)], layout=torch.jagged),
+    ]
+    for other in others:
+        for call in (torch.add, torch.mul, torch.matmul, lambda a, b: torch.cat([a, b])):
+            with pytest.raises(RuntimeError, match=r"a sparse or nested tensor meets a distributed one; .*to_dense"):
+                call(x, other)
+        with pytest.raises(TypeError, match="cannot cut a sparse or nested tensor"):
+            hp.distribute_tensor(other, mesh, [hp.Replicate()])
+        with pytest.raises(TypeError, match="cannot take a sparse or nested block"):
+            hp.DTensor.from_local(other, mesh, [hp.Replicate()])
+    # A sparse result is whole on every rank, and can be made dense and distributed again.
+    made = x.to_sparse()
+    assert made.is_sparse and not isinstance(made, hp.DTensor)
+    torch.testing.assert_close(made.to_dense(), tensor(4, 4))
+
+
+@run_on_ranks(2)
+def test_compiled_code_runs_on_distributed_tensors_as_it_is() -> None:
+    mesh = hp.init_device_mesh("cpu", (2,))
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def program(x, y):
+        return ((x * 2 + y)[1:3].t() @ y[:2]).sin().sum()
+
+    compiled = torch.compile(program, backend=count)
+    plain, x = tensor(4, 3), hp.distribute_tensor(tensor(4, 3), mesh, [hp.Shard(0)])
+    for _ in range(2):
+        torch.testing.assert_close(compiled(x, x).full_tensor(), program(plain, plain))
+    assert not graphs
+    module = torch.nn.Linear(3, 2, dtype=torch.float64)
+    hp.distribute_module(module, mesh)
+    quick = torch.compile(module, backend=count)
+    quick(x).sum().backward()
+    torch.testing.assert_close(module.weight.grad.full_tensor(), plain.sum(0).expand(2, 3))
+    assert not graphs
+    # Code for plain tensors is compiled as ever.
+    torch.testing.assert_close(torch.compile(lambda x: x.sin() * 2, backend=count)(plain), plain.sin() * 2)
+    assert len(graphs) == 1
