@@ -111,9 +111,7 @@ def ls(
 ) -> None:
     """List the checkpoints in a folder, the oldest first."""
     with _errors():
-        kind_of = _part("tensor_source").kind_of
-        found = [Path(directory)] if kind_of(directory) else _checkpoints_in(directory, kind_of)
-        described = [_described(path) for path in found]
+        described = [_described(place) for place in _checkpoints_in(directory)]
     if as_json:
         typer.echo(json.dumps(described, indent=2))
         return
@@ -126,35 +124,60 @@ def ls(
             rows.append([one["path"], one["kind"], "-", "-", "-", f"unreadable: {one['error']}"])
         else:
             counts = [str(one["tensors"]), str(one["objects"]), _size(one["bytes"])]
-            rows.append([one["path"], one["kind"], *counts, one["written"]])
+            rows.append([one["path"], one["kind"], *counts, one["written"] or "-"])
     _print_table(rows)
 
 
-def _checkpoints_in(directory: str, kind_of: Any) -> list[Path]:
-    root = Path(directory)
+def _checkpoints_in(directory: str) -> list[str]:
+    """The checkpoints in a folder or under a URL, or the one that it is itself."""
+    kind_of = _part("tensor_source").kind_of
+    ours = [os.fspath(place) for place in _part("cleanup").checkpoints(directory)]
+    if _part("storage").storage_for(directory) == "fsspec":
+        return ours or ([directory] if _is_whole(directory) else [])
+    if kind_of(directory):
+        return [directory]
+    root = Path(directory.removeprefix("file://"))
     if not root.is_dir():
         raise FileNotFoundError(f"there is no folder '{directory}'")
-    order = {path.name: number for number, path in enumerate(_part("cleanup").checkpoints(root))}
-    found = [path for path in root.iterdir() if path.is_dir() and kind_of(path)]
-    return sorted(found, key=lambda path: (order.get(path.name, -1), path.name))
+    order = {place: number for number, place in enumerate(ours)}
+    found = [str(path) for path in root.iterdir() if path.is_dir() and kind_of(path)]
+    return sorted(found, key=lambda place: (order.get(place, -1), place))
 
 
-def _described(path: Path) -> dict[str, Any]:
-    kind = _part("tensor_source").kind_of(path)
+def _is_whole(url: str) -> bool:
+    """Whether there is a checkpoint at a URL."""
     try:
-        with _opened(str(path)) as source:
+        with _opened(url):
+            return True
+    except FileNotFoundError:
+        return False
+
+
+def _described(place: str) -> dict[str, Any]:
+    kind = _part("tensor_source").kind_of(place)
+    try:
+        with _opened(place) as source:
             known = source.known()
             return {
-                "path": str(path),
+                "path": place,
                 "kind": kind,
                 "tensors": len(known),
                 "objects": len(source.objects()),
                 "bytes": sum(_tensor_bytes(*one) for one in known.values()),
-                "written": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(path.stat().st_mtime)),
+                "written": _time_of(place),
                 "error": None,
             }
     except (OSError, ValueError, RuntimeError) as error:
-        return {"path": str(path), "kind": kind, "error": str(error)}
+        return {"path": place, "kind": kind, "error": str(error)}
+
+
+def _time_of(place: str) -> str | None:
+    """When a checkpoint was written; None where that is not known."""
+    try:
+        seconds = Path(place.removeprefix("file://")).stat().st_mtime
+    except OSError:
+        return None
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 @app.command("show")
@@ -254,6 +277,13 @@ def _read_everything(place: str, progress: Callable[[int, int], None]) -> list[s
                     problems.append(str(error))
                 done += _tensor_bytes(*one)
                 progress(done, total)
+            for name in source.objects():
+                try:
+                    source.object_value(name)
+                except errors.CorruptCheckpointError as error:
+                    problems.append(str(error))
+                except ValueError:
+                    pass  # more than plain data: not loaded
     except errors.CorruptCheckpointError as error:
         problems.append(str(error))
     return problems
@@ -304,8 +334,9 @@ FileSize = Annotated[int | None, typer.Option("--max-file-size", parser=_bytes, 
 
 
 def _check_free(destination: str, overwrite: bool) -> None:
-    source = _part("tensor_source")
-    if _part("storage").storage_for(destination) == "filesystem" and source.kind_of(destination) and not overwrite:
+    is_url = _part("storage").storage_for(destination) == "fsspec"
+    is_taken = _is_whole(destination) if is_url else _part("tensor_source").kind_of(destination) is not None
+    if is_taken and not overwrite:
         raise ValueError(f"there is a checkpoint at '{destination}' already; pass --overwrite to replace it")
 
 

@@ -709,6 +709,18 @@ class Platform(DistributedTensorSupport):
             raise TypeError("the bits of a tensor outside of the host's memory cannot be set on this platform")
         own[...] = array
 
+    def is_in_host_memory(self, tensor: Any) -> bool:
+        """Whether the bits of the tensor (of a DTensor: of its block) are where the host can look at them."""
+        return True
+
+    def copy_raw_to_host(self, copies: Iterable[tuple[Any, Any]]) -> None:
+        """Fill each array of bytes with the bits of its tensor (of a DTensor: of its block), in row-major order.
+
+        From a device through pinned memory that is kept, where there is such a thing.
+        """
+        for tensor, target in copies:
+            memoryview(target)[:] = self.raw_array(tensor).tobytes()
+
     @staticmethod
     @abstractmethod
     def no_grad() -> Any:

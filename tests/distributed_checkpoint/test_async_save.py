@@ -14,6 +14,8 @@ import torch
 import hyper_parallel as hp
 from hyper_parallel import checkpoint as ckpt
 from hyper_parallel.core.distributed_checkpoint import async_save as async_save_module
+from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.torch import host_copies
 from tests.distributed_checkpoint.background_storage import DyingWriter, FullDiskWriter, GatedWriter
 from tests.world import run_on_ranks
 
@@ -374,3 +376,77 @@ def test_a_rank_is_killed_before_it_has_handed_its_part_over(tmp_path):
     loaded = {"x": torch.zeros(4)}
     ckpt.load(loaded, checkpoint_id=tmp_path / "c", no_dist=True)
     assert torch.equal(loaded["x"], torch.arange(4.0))
+
+
+# ---- A pretended accelerator: tensors that count as being elsewhere, and copies that run once they are waited for ----
+
+
+class _LazyEvent:
+    def __init__(self, accelerator) -> None:
+        self._accelerator = accelerator
+
+    def record(self, stream) -> None:
+        self._position = len(self._accelerator.queue)
+
+    def synchronize(self) -> None:
+        self._accelerator.run_until(self._position)
+
+
+class _PretendedAccelerator:
+    def __init__(self, monkeypatch, buffer_bytes: int) -> None:
+        self.queue: list = []
+        self.num_done = 0
+        self.pinned: list[int] = []
+        host_copies._buffers.cache_clear()
+        monkeypatch.setattr(host_copies, "_BUFFER_BYTES", buffer_bytes)
+        monkeypatch.setattr(host_copies, "is_in_host_memory", self.is_in_host_memory)
+        monkeypatch.setattr(type(get_platform()), "is_in_host_memory", staticmethod(self.is_in_host_memory))
+        monkeypatch.setattr(host_copies, "_pinned", self.pin)
+        monkeypatch.setattr(host_copies, "_copy", lambda *both: self.queue.append(both))
+        monkeypatch.setattr(host_copies.devices, "new_event", lambda: _LazyEvent(self))
+
+    def is_in_host_memory(self, tensor) -> bool:
+        return tensor.dtype is torch.int64  # a state has a bit of both
+
+    def pin(self, num_bytes: int) -> torch.Tensor:
+        self.pinned.append(num_bytes)
+        return torch.full((num_bytes,), 255, dtype=torch.uint8)
+
+    def run_until(self, position: int) -> None:
+        for target, source in self.queue[self.num_done : position]:
+            target.copy_(source)
+        self.num_done = max(self.num_done, position)
+
+
+@pytest.mark.parametrize("buffer_bytes", [64, 1000, 1 << 20])
+def test_from_a_device_through_pinned_memory_that_is_kept(tmp_path, monkeypatch, buffer_bytes):
+    accelerator = _PretendedAccelerator(monkeypatch, buffer_bytes)
+
+    def made(number):
+        return {
+            "large": torch.arange(300.0).reshape(20, 15) + number,
+            "turned": (torch.arange(35).reshape(5, 7) + number).bfloat16().t(),
+            "host": torch.arange(5) + number,
+            "scalar": torch.tensor(2.5 + number, dtype=torch.float64),
+            "complex": torch.view_as_complex(torch.arange(8.0).reshape(4, 2) + number).conj(),
+            "empty": torch.empty(0, 3),
+            "step": number,
+        }
+
+    for number in range(3):
+        state = made(number)
+        handle = ckpt.async_save(state, checkpoint_id=tmp_path / "c", no_dist=True)
+        assert accelerator.num_done == len(accelerator.queue) > 0, "all copies were waited for"
+        _spoil(state)
+        handle.result()
+        monkeypatch.setattr(type(get_platform()), "is_in_host_memory", staticmethod(lambda tensor: True))
+        loaded = {name: torch.zeros_like(value) if torch.is_tensor(value) else None for name, value in state.items()}
+        ckpt.load(loaded, checkpoint_id=tmp_path / "c", no_dist=True)
+        monkeypatch.setattr(type(get_platform()), "is_in_host_memory", staticmethod(accelerator.is_in_host_memory))
+        for name, value in made(number).items():
+            assert torch.equal(loaded[name], value) if torch.is_tensor(value) else loaded[name] == value, name
+    assert accelerator.pinned == [buffer_bytes] * 2, "pinned once, for all saves"
+    ckpt.save(made(7), checkpoint_id=tmp_path / "d", no_dist=True)
+    assert ckpt.verify(tmp_path / "d") == []
+    async_save_module._finish_all()
+    host_copies._buffers.cache_clear()

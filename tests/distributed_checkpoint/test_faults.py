@@ -206,10 +206,11 @@ def load_cut(path):
     return state["step"]
 
 
-def save_and_lose_a_rank(path, rank, step, after):
+def save_and_lose_a_rank(path, rank, step, after, use_collectives):
     """What this rank saw goes to a file: the call as a whole fails, since one rank died."""
+    writer = DyingWriter(rank, step, after)
     try:
-        checkpoint.save(cut_state(2), checkpoint_id=path, storage_writer=DyingWriter(rank, step, after))
+        checkpoint.save(cut_state(2), checkpoint_id=path, storage_writer=writer, use_collectives=use_collectives)
         seen = "saved"
     except checkpoint.CheckpointError as error:
         seen = f"{type(error).__name__}: {error}"
@@ -217,22 +218,24 @@ def save_and_lose_a_rank(path, rank, step, after):
 
 
 @pytest.mark.parametrize(
-    ("rank", "step", "after", "is_committed"),
+    ("rank", "step", "after", "is_committed", "use_collectives"),
     [
-        (1, "open", False, False),
-        (2, "write_file", False, False),
-        (1, "write_file", True, False),
-        (0, "write_file", True, False),
-        (0, "commit", False, False),
-        (0, "commit", True, True),
+        (1, "open", False, False, True),
+        (2, "write_file", False, False, True),
+        (1, "write_file", True, False, True),
+        (0, "write_file", True, False, True),
+        (0, "commit", False, False, True),
+        (0, "commit", True, True, True),
+        (2, "write_file", True, False, False),
+        (0, "commit", True, True, False),
     ],
 )
-def test_a_rank_that_dies_hangs_nobody(worlds, tmp_path, monkeypatch, rank, step, after, is_committed):
+def test_a_rank_that_dies_hangs_nobody(worlds, tmp_path, monkeypatch, rank, step, after, is_committed, use_collectives):
     monkeypatch.setattr("tests.world.world.GRACE", 100.0)  # On a busy machine the survivors need their time.
     path = str(tmp_path / "step-1")
     worlds(3, timeout=150).run(save_once, path)
     with pytest.raises(RanksFailed, match="SIGKILL"):
-        worlds(3, timeout=150).run(save_and_lose_a_rank, path, rank, step, after)
+        worlds(3, timeout=150).run(save_and_lose_a_rank, path, rank, step, after, use_collectives)
     survivors = [other for other in range(3) if other != rank]
     for survivor in survivors:
         seen = Path(f"{path}.rank{survivor}").read_text()

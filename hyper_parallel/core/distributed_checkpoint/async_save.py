@@ -21,7 +21,13 @@ from hyper_parallel.core.distributed_checkpoint.make_index import index_by_arith
 from hyper_parallel.core.distributed_checkpoint.metadata import Metadata
 from hyper_parallel.core.distributed_checkpoint.planner import SavePlanner
 from hyper_parallel.core.distributed_checkpoint.save import PreparedSave, prepare_save, stage
-from hyper_parallel.core.distributed_checkpoint.shard_file import Buffer, RankReport, StagedItem, WrittenItem
+from hyper_parallel.core.distributed_checkpoint.shard_file import (
+    Buffer,
+    DeviceBytes,
+    RankReport,
+    StagedItem,
+    WrittenItem,
+)
 from hyper_parallel.core.distributed_checkpoint.storage import (
     METADATA_FILE,
     CheckpointId,
@@ -186,7 +192,7 @@ class _Background:
         assert process is not None
         job: dict[str, Any] = {"save_name": prepared.save_name, "checkpoint_id": handle.checkpoint_id, "writer": writer}
         try:
-            job["items"] = _copy(stage(prepared), process)
+            job["items"] = _copy(stage(prepared, copy=False), process)
             if prepared.agreement.is_coordinator:
                 job["index"], job["owners"] = _index_in_advance(prepared)
         except Exception as error:
@@ -238,12 +244,17 @@ def _copy(items: list[StagedItem], process: WriterProcess) -> list[tuple[Any, ..
         at += -(-len(item.data) // _ALIGNMENT) * _ALIGNMENT
     memory = process.memory(at)
     described = []
+    on_device = []
     for item, start in zip(items, starts, strict=True):
         length = len(item.data)
-        if length:
+        if isinstance(item.data, DeviceBytes):
+            on_device.append((item.data.tensor, memory[start : start + length]))
+        elif length:
             memory[start : start + length] = np.frombuffer(item.data, np.uint8)
         index = item.index
         described.append((index.fqn, index.offset, item.dtype, item.shape, start, length, item.encoding))
+    if on_device:
+        get_platform().copy_raw_to_host(on_device)
     return described
 
 

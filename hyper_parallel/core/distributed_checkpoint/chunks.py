@@ -313,3 +313,16 @@ def slices(offsets: Shape, sizes: Shape, base: Shape | None = None) -> tuple[sli
     if base is not None:
         offsets = tuple(at - start for at, start in zip(offsets, base, strict=True))
     return tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
+
+
+def contiguous_runs(shape: Shape, offsets: Shape, sizes: Shape) -> Iterator[tuple[int, int]]:
+    """(start, length) of the runs of elements that a box consists of in a row-major array, ascending."""
+    inner = len(shape)  # From this dim on the box is as large as the array.
+    while inner and sizes[inner - 1] == shape[inner - 1]:
+        inner -= 1
+    outer = max(inner - 1, 0)
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    length = math.prod(sizes[outer:])
+    first = sum(at * stride for at, stride in zip(offsets, strides, strict=True))
+    for place in itertools.product(*(range(size) for size in sizes[:outer])):
+        yield first + sum(at * stride for at, stride in zip(place, strides, strict=False)), length

@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
-from hyper_parallel.core.distributed_checkpoint.file_names import is_data_file, lock_file_name, save_of
-from hyper_parallel.core.distributed_checkpoint.storage import METADATA_FILE, CheckpointId
+from hyper_parallel.core.distributed_checkpoint.file_locks import is_held, taken
+from hyper_parallel.core.distributed_checkpoint.file_names import (
+    ALIVE,
+    is_agreement,
+    is_data_file,
+    lock_file_name,
+    save_of,
+)
+from hyper_parallel.core.distributed_checkpoint.storage import METADATA_FILE, CheckpointId, local_path, storage_for
 
 _NUMBER = re.compile(r"\d+")
 
 
-def checkpoints(directory: CheckpointId) -> list[Path]:
-    """The checkpoints in a directory, the oldest first.
+def checkpoints(directory: CheckpointId, **storage_options: Any) -> list[Any]:
+    """The checkpoints in a directory, the oldest first: paths, or URLs where ``directory`` is one that fsspec knows.
 
     Ordered by the last number in their names (``step-9`` before ``step-10``), those without a number first; equal ones
-    by the time they were committed.
+    by the time they were committed, where that is known. ``storage_options`` go to fsspec.
     """
-    root = Path(os.fspath(directory))
+    if storage_for(directory) == "fsspec":
+        names = _fsspec_storage().checkpoint_names(os.fspath(directory), **storage_options)
+        base = os.fspath(directory).rstrip("/")
+        return [f"{base}/{name}" for name in sorted(names, key=lambda name: (_number(name), name))]
+    root = local_path(directory)
     if not root.is_dir():
         return []
     found = []
@@ -31,40 +42,63 @@ def checkpoints(directory: CheckpointId) -> list[Path]:
     return [entry for *_, entry in sorted(found)]
 
 
-def latest(directory: CheckpointId) -> Path | None:
-    """The newest whole checkpoint in ``directory``, or None."""
-    found = checkpoints(directory)
+def latest(directory: CheckpointId, **storage_options: Any) -> Any:
+    """The newest whole checkpoint in ``directory``, or None; a path or URL, as :func:`checkpoints` has it."""
+    found = checkpoints(directory, **storage_options)
     return found[-1] if found else None
 
 
-def keep_last(directory: CheckpointId, num: int) -> list[Path]:
+def keep_last(directory: CheckpointId, num: int, **storage_options: Any) -> list[Any]:
     """Remove all checkpoints in ``directory`` but the newest ``num``; those that were removed.
 
     Call it on one rank, after a save. The metadata goes first, so that a checkpoint is never half there.
     """
     if num < 1:
         raise ValueError(f"keep_last({str(directory)!r}, {num}): at least 1 checkpoint must be kept")
-    removed = checkpoints(directory)[:-num]
+    removed = checkpoints(directory, **storage_options)[:-num]
     for checkpoint in removed:
-        (checkpoint / METADATA_FILE).unlink()
-        shutil.rmtree(checkpoint)
+        if isinstance(checkpoint, Path):
+            (checkpoint / METADATA_FILE).unlink()
+            shutil.rmtree(checkpoint)
+        else:
+            _fsspec_storage().remove_checkpoint(checkpoint, **storage_options)
     return removed
 
 
+def _fsspec_storage() -> Any:
+    from hyper_parallel.core.distributed_checkpoint import (
+        fsspec_storage,
+    )  # only where it is needed: it is slow to import
+
+    return fsspec_storage
+
+
 def remove_leftovers(checkpoint: Path) -> list[Path]:
-    """Remove what killed saves left in a checkpoint's directory, and in sister directories that hold no checkpoint.
+    """Remove what killed saves left in a checkpoint's directory and in its sister directories.
 
     Only files with names that a save gives are touched, and none of a save that is still running.
     """
     removed = _remove_from(checkpoint)
     for sister in checkpoint.parent.iterdir():
         with contextlib.suppress(OSError):  # It may be another user's, gone, or not empty: what is left is not ours.
-            if sister.name != checkpoint.name and sister.is_dir() and not (sister / METADATA_FILE).exists():
+            if is_agreement(sister.name):
+                removed += _remove_agreement(sister)
+            elif sister.name != checkpoint.name and sister.is_dir():
                 found = _remove_from(sister)
                 removed += found
                 if found:
                     sister.rmdir()
     return removed
+
+
+def _remove_agreement(directory: Path) -> list[Path]:
+    """Remove what ranks that agreed through files have left, if all of them have ended."""
+    found = [directory / name for name in os.listdir(directory)]
+    ranks = [path for path in found if path.name.startswith(ALIVE)]
+    if not ranks or any(map(is_held, ranks)):
+        return []
+    shutil.rmtree(directory)
+    return found
 
 
 def _remove_from(directory: Path) -> list[Path]:
@@ -73,34 +107,33 @@ def _remove_from(directory: Path) -> list[Path]:
     except OSError:
         return []
     saves = {name: save for name in names if (save := save_of(name)) is not None}
-    if not saves:
+    is_one_save = len(set(saves.values())) == 1 and all(map(is_data_file, saves))
+    if not saves or (is_one_save and METADATA_FILE in names):
         return []
-    living = {save for save in set(saves.values()) if _is_running(directory / lock_file_name(save))}
-    try:
-        committed = (directory / METADATA_FILE).read_bytes()
-    except OSError:
-        committed = b""
     removed = []
-    for name, save in saves.items():
-        if save in living or (is_data_file(name) and name.encode() in committed):
-            continue
-        with contextlib.suppress(OSError):
-            os.unlink(directory / name)
-            removed.append(directory / name)
+    for save in sorted(set(saves.values())):
+        with taken(directory / lock_file_name(save)) as is_over:
+            if is_over:
+                committed = _committed(directory)  # Now, not before: the save may have ended well just now.
+                removed += [
+                    path
+                    for path in (directory / name for name, its_save in saves.items() if its_save == save)
+                    if not (is_data_file(path.name) and path.name.encode() in committed) and _unlink(path)
+                ]
     return removed
 
 
-def _is_running(lock: Path) -> bool:
+def _committed(directory: Path) -> bytes:
     try:
-        descriptor = os.open(lock, os.O_RDWR)
+        return (directory / METADATA_FILE).read_bytes()
     except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+        return b""
+
+
+def _unlink(path: Path) -> bool:
+    with contextlib.suppress(OSError):
+        os.unlink(path)
         return True
-    finally:
-        os.close(descriptor)
     return False
 
 

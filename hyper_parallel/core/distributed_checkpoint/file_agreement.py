@@ -4,8 +4,13 @@ Note [Rounds in files]
 Every rank draws a number of its own and says hello with it; the coordinator draws one too, and writes an opening that
 lists the hellos, again whenever one changes. A rank goes on once an opening lists its own hello: what older runs left
 is thus never taken for this one. Reports and verdicts then carry the coordinator's number in their names. Each file
-appears at once, by a rename. Files cannot tell that a rank died, so every wait ends after ``timeout`` seconds. The
-messages are pickles, as those of a process group are: the directory must be one that only the job writes to.
+appears at once, by a rename. The messages are pickles, as those of a process group are: the directory must be one that
+only the job writes to.
+
+Note [Who has ended]
+A file cannot tell that its writer died, but a lock can: each rank holds a file locked as long as it lives, and the
+kernel drops the lock with the process. On one host that is certain and at once. A rank on another host, or one that
+never said hello, is missed only when ``timeout`` seconds are over; the error then names the file it did not write.
 """
 
 from __future__ import annotations
@@ -15,19 +20,42 @@ import os
 import pickle
 import secrets
 import shutil
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from hyper_parallel.core.distributed_checkpoint.agreement import Agreement, AloneAgreement, GroupAgreement, Report
+from hyper_parallel.core.distributed_checkpoint.agreement import (
+    COORDINATOR,
+    Agreement,
+    AloneAgreement,
+    GroupAgreement,
+    Report,
+)
 from hyper_parallel.core.distributed_checkpoint.errors import LostRankError
-from hyper_parallel.core.distributed_checkpoint.filesystem import local_path
-from hyper_parallel.core.distributed_checkpoint.storage import CheckpointId, storage_for
+from hyper_parallel.core.distributed_checkpoint.file_locks import hold_lock, is_held
+from hyper_parallel.core.distributed_checkpoint.file_names import ALIVE, agreement_name
+from hyper_parallel.core.distributed_checkpoint.storage import CheckpointId, local_path, storage_for
 from hyper_parallel.platform import get_platform
 
 _PAUSE = 0.01
 DEFAULT_TIMEOUT = 1800.0
+
+
+class Hello(NamedTuple):
+    """Who takes part: a number of its own, the host it runs on, and the file it holds locked (None: it could not)."""
+
+    number: str
+    host: str
+    lock: str | None
+
+
+class Opening(NamedTuple):
+    """The coordinator's hello, and the hellos that it has heard, by rank."""
+
+    coordinator: Hello
+    others: dict[int, Hello]
 
 
 class FileAgreement(Agreement):
@@ -41,9 +69,11 @@ class FileAgreement(Agreement):
         self._directory = Path(directory)
         self._timeout = timeout
         self._round = 0
-        self._own = secrets.token_hex(8)
+        self._number = secrets.token_hex(8)
         self._meeting: str | None = None
-        self._is_broken = False
+        self._lock: int | None = None
+        self._hellos: dict[int, Hello] = {}
+        self._lost: dict[int, LostRankError] = {}
 
     def _gather(self, report: Report) -> list[Report] | None:
         self._round += 1
@@ -52,81 +82,156 @@ class FileAgreement(Agreement):
         if not self.is_coordinator:
             self._put(f"report-{self._meeting}-{self._round}-{self.rank}", report)
             return None
-        reports = [report]
-        for rank in range(1, self.world_size):
-            name = f"report-{self._meeting}-{self._round}-{rank}"
-            try:
-                reports.append(self._wait(f"rank {rank}", lambda name=name: self._get(name)))  # type: ignore[misc]
-            except LostRankError as error:
-                self._is_broken = True
-                reports.append(Report(None, f"it is gone ({error})"))
-        return reports
+        found = self._collect(f"report-{self._meeting}-{self._round}")
+        absent = {rank: Report(None, f"it is gone ({error})") for rank, error in self._lost.items()}
+        return [report, *({**found, **absent}[rank] for rank in range(1, self.world_size))]
 
     def _answer(self, verdicts: list[Report] | None) -> Report:
         if verdicts is None:
-            name = f"verdict-{self._meeting}-{self._round}-{self.rank}"
-            return self._wait("the coordinator, rank 0,", lambda: self._get(name))
+            return self._wait_for(COORDINATOR, f"verdict-{self._meeting}-{self._round}-{self.rank}")
         for rank in range(1, self.world_size):
             self._put(f"verdict-{self._meeting}-{self._round}-{rank}", verdicts[rank])
         return verdicts[0]
 
     def close(self) -> None:
         """The last verdict has been given: the coordinator removes the files once everyone has read theirs."""
-        if self._meeting is None:
-            return
-        if not self.is_coordinator:
+        if self._meeting is not None and self.is_coordinator:
+            self._collect(f"report-{self._meeting}-bye")
+            shutil.rmtree(self._directory, ignore_errors=True)
+        elif self._meeting is not None:
             self._put(f"report-{self._meeting}-bye-{self.rank}", Report(None))
-            return
-        with contextlib.suppress(LostRankError):
-            for rank in range(1, 1 if self._is_broken else self.world_size):
-                name = f"report-{self._meeting}-bye-{rank}"
-                self._wait(f"rank {rank}", lambda name=name: self._get(name))  # type: ignore[misc]
-        shutil.rmtree(self._directory, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    # ---------------------------------------------------------------- meeting
 
     def _meet(self) -> None:
-        self._directory.mkdir(parents=True, exist_ok=True)
-        if self.is_coordinator:
-            self._meeting = self._own
-            hellos: dict[int, str] = {}
-
-            def everyone() -> Any:
-                changed = False
-                for rank in range(1, self.world_size):
-                    hello = self._get(f"hello-{rank}")
-                    if hello is not None and hellos.get(rank) != hello:
-                        hellos[rank] = hello
-                        changed = True
-                if changed:
-                    self._put("opening", (self._own, hellos))
-                # Its first report says that a rank has seen this opening.
-                names = [f"report-{self._own}-1-{rank}" for rank in range(1, self.world_size)]
-                return True if all((self._directory / name).exists() for name in names) else None
-
-            with contextlib.suppress(LostRankError):  # Those who did not come are found missing in the round.
-                self._wait("the other ranks", everyone)
+        if not self.is_coordinator:
+            self._meeting = self._await_opening()
             return
-
-        def opening() -> Any:
-            if not (self._directory / f"hello-{self.rank}").exists():
-                self._put(f"hello-{self.rank}", self._own)  # The end of an older run may have removed it.
-            found = self._get("opening")
-            return found[0] if found is not None and found[1].get(self.rank) == self._own else None
-
-        self._put(f"hello-{self.rank}", self._own)
-        self._meeting = self._wait("the coordinator, rank 0,", opening)
-
-    def _wait(self, whom: str, look: Callable[[], Any]) -> Any:
+        own = self._hello()
+        self._meeting = own.number
+        self._put("opening", Opening(own, {}))
         deadline = time.monotonic() + self._timeout
         while True:
-            found = look()
-            if found is not None:
-                return found
+            heard = {rank: self._get(f"hello-{rank}") for rank in range(1, self.world_size)}
+            if [rank for rank, hello in heard.items() if self._has_come(rank, hello)]:
+                self._put("opening", Opening(own, self._hellos))
+            # Its first report says that a rank has seen this opening.
+            waiting = {
+                rank: f"report-{own.number}-1-{rank}"
+                for rank in heard
+                if not self._has_ended(rank) and not (self._directory / f"report-{own.number}-1-{rank}").exists()
+            }
+            if not waiting:
+                return
             if time.monotonic() > deadline:
-                raise LostRankError(f"rank {self.rank} waited {self._timeout:.0f} s for {whom} in '{self._directory}'")
+                self._miss({rank: name if rank in self._hellos else f"hello-{rank}" for rank, name in waiting.items()})
+                return
             time.sleep(_PAUSE)
 
+    def _await_opening(self) -> str:
+        hello = self._hello()
+        self._put(f"hello-{self.rank}", hello)
+        deadline = time.monotonic() + self._timeout
+        while True:
+            if not (self._directory / f"hello-{self.rank}").exists():
+                self._put(f"hello-{self.rank}", hello)  # The end of an older run has removed it.
+            has_ended = self._has_ended(COORDINATOR)
+            opening = self._get("opening")
+            if opening is not None:
+                self._has_come(COORDINATOR, opening.coordinator)
+                if opening.others.get(self.rank) == hello:
+                    return opening.coordinator.number
+                if has_ended and opening.coordinator == self._hellos[COORDINATOR]:
+                    raise self._ended(COORDINATOR, "opening")
+            if time.monotonic() > deadline:
+                raise self._missing(COORDINATOR, "opening")
+            time.sleep(_PAUSE)
+
+    def _has_come(self, rank: int, hello: Hello | None) -> bool:
+        """Take note of a hello that is new and not one that somebody left who has ended."""
+        if hello is None or hello == self._hellos.get(rank) or self._is_over(hello):
+            return False
+        self._hellos[rank] = hello
+        return True
+
+    def _hello(self) -> Hello:
+        """This rank, with a lock that ends when it does; see Note [Who has ended]."""
+        name = f"{ALIVE}{self.rank}-{self._number}"
+        while True:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):  # The end of an older run removes the directory.
+                self._lock = hold_lock(self._directory / name)
+                break
+        return Hello(self._number, _host(), None if self._lock is None else name)
+
+    # ---------------------------------------------------------------- waiting
+
+    def _collect(self, stem: str) -> dict[int, Any]:
+        """What each other rank puts under ``<stem>-<rank>``; those that never will are lost from now on."""
+        waiting = {rank: f"{stem}-{rank}" for rank in range(1, self.world_size) if rank not in self._lost}
+        found: dict[int, Any] = {}
+        deadline = time.monotonic() + self._timeout
+        while waiting:
+            for rank, name in list(waiting.items()):
+                has_ended = self._has_ended(rank)  # asked first: what it wrote before its end counts
+                value = self._get(name)
+                if value is not None:
+                    found[rank] = value
+                elif has_ended:
+                    self._lost[rank] = self._ended(rank, name)
+                else:
+                    continue
+                del waiting[rank]
+            if waiting and time.monotonic() > deadline:
+                self._miss(waiting)
+                break
+            if waiting:
+                time.sleep(_PAUSE)
+        return found
+
+    def _wait_for(self, rank: int, name: str) -> Any:
+        deadline = time.monotonic() + self._timeout
+        while True:
+            has_ended = self._has_ended(rank)
+            value = self._get(name)
+            if value is not None:
+                return value
+            if has_ended:
+                raise self._ended(rank, name)
+            if time.monotonic() > deadline:
+                raise self._missing(rank, name)
+            time.sleep(_PAUSE)
+
+    def _has_ended(self, rank: int) -> bool:
+        """Whether a rank is known to have ended after it said hello."""
+        return rank in self._hellos and self._is_over(self._hellos[rank])
+
+    def _is_over(self, hello: Hello) -> bool:
+        if hello.lock is None or hello.host != _host():
+            return False
+        path = self._directory / hello.lock
+        return path.exists() and not is_held(path)
+
+    def _miss(self, names: Mapping[int, str]) -> None:
+        self._lost |= {rank: self._missing(rank, name) for rank, name in names.items()}
+
+    def _ended(self, rank: int, name: str) -> LostRankError:
+        return LostRankError(f"the process of rank {rank} has ended without writing '{self._directory / name}'")
+
+    def _missing(self, rank: int, name: str) -> LostRankError:
+        return LostRankError(
+            f"rank {self.rank} waited {self._timeout:.0f} s for rank {rank}, which has not written "
+            f"'{self._directory / name}': it is on another host and has ended there, or was never started, or does not "
+            "see this directory"
+        )
+
+    # ---------------------------------------------------------------- files
+
     def _put(self, name: str, value: Any) -> None:
-        aside = self._directory / f".{name}.{self._own}"
+        aside = self._directory / f".{name}.{self._number}"
         for attempt in range(100):
             try:
                 aside.write_bytes(pickle.dumps(value))
@@ -144,6 +249,13 @@ class FileAgreement(Agreement):
             return None
 
 
+def _host() -> str:
+    """The same for all processes of one running host, and for no other."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return socket.gethostname()
+
+
 def make_agreement(no_dist: bool, use_collectives: bool, checkpoint_id: CheckpointId, what: str) -> Agreement:
     """The ranks of the world, over their process group or through files; or this process alone (``no_dist``)."""
     platform = get_platform()
@@ -157,5 +269,4 @@ def make_agreement(no_dist: bool, use_collectives: bool, checkpoint_id: Checkpoi
             f"'{os.fspath(checkpoint_id)}' is not in a file system; leave it at True"
         )
     path = local_path(checkpoint_id)
-    directory = path.parent / f".{path.name}.{what}-agreement"
-    return FileAgreement(directory, platform.get_rank(), platform.get_world_size())
+    return FileAgreement(path.parent / agreement_name(path.name, what), platform.get_rank(), platform.get_world_size())

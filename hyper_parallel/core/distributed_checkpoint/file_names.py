@@ -8,7 +8,10 @@ import time
 
 _DATA = re.compile(r"^([0-9a-f]{20})-r\d{5,}-\d{3,}\.safetensors$")
 _LOCK = re.compile(r"^\.([0-9a-f]{20})\.saving$")
+_AGREEMENT = re.compile(r"^\..+\.(save|load)-agreement$")
 _ASIDE = re.compile(r"^\.([0-9a-f]{20})\.metadata$")
+
+ALIVE = "alive-"  # starts the names of files that ranks of an agreement hold locked
 
 
 def new_save_name() -> str:
@@ -40,3 +43,12 @@ def save_of(file_name: str) -> str | None:
 
 def is_data_file(file_name: str) -> bool:
     return _DATA.match(file_name) is not None
+
+
+def agreement_name(checkpoint: str, what: str) -> str:
+    """The directory beside a checkpoint in which ranks agree on a save or load through files."""
+    return f".{checkpoint}.{what}-agreement"
+
+
+def is_agreement(directory_name: str) -> bool:
+    return _AGREEMENT.match(directory_name) is not None

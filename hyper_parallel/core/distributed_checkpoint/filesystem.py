@@ -12,7 +12,6 @@ kernel drops with the process, so work in progress is never taken for a leftover
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import mmap
 import os
 from collections.abc import Iterable, Sequence
@@ -20,6 +19,7 @@ from pathlib import Path
 
 from hyper_parallel.core.distributed_checkpoint.cleanup import remove_leftovers
 from hyper_parallel.core.distributed_checkpoint.errors import CorruptCheckpointError
+from hyper_parallel.core.distributed_checkpoint.file_locks import hold_lock
 from hyper_parallel.core.distributed_checkpoint.file_names import aside_file_name, is_data_file, lock_file_name
 from hyper_parallel.core.distributed_checkpoint.storage import (
     DEFAULT_SHARD_BYTES,
@@ -28,16 +28,11 @@ from hyper_parallel.core.distributed_checkpoint.storage import (
     CheckpointId,
     StorageReader,
     StorageWriter,
+    local_path,
 )
 
 _MAX_BUFFERS = 1024  # of one writev
 _MAX_MAPPED = 16 << 20  # bytes of files that a reader keeps in its memory
-
-
-def local_path(checkpoint_id: CheckpointId) -> Path:
-    """The directory that a path or a ``file://`` URL means."""
-    text = os.fspath(checkpoint_id)
-    return Path(text.removeprefix("file://")) if isinstance(text, str) else Path(os.fsdecode(text))
 
 
 class FileSystemWriter(StorageWriter):
@@ -51,7 +46,7 @@ class FileSystemWriter(StorageWriter):
             raise ValueError(f"max_shard_bytes must be at least 1, got {max_shard_bytes}")
         self.max_shard_bytes = max_shard_bytes
         self._sync = sync
-        self._lock: tuple[Path, int] | None = None
+        self._lock: tuple[Path, int | None] | None = None
         self._made_root = False
 
     def open(self, checkpoint_id: CheckpointId) -> None:
@@ -64,9 +59,7 @@ class FileSystemWriter(StorageWriter):
     def begin(self, save_name: str) -> None:
         remove_leftovers(self._root)
         path = self._root / lock_file_name(save_name)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        self._lock = (path, descriptor)
+        self._lock = (path, hold_lock(path))
         self._save_name = save_name
 
     def write_file(self, name: str, buffers: Sequence[Buffer]) -> None:
@@ -117,7 +110,8 @@ class FileSystemWriter(StorageWriter):
             self._lock = None
             with contextlib.suppress(OSError):
                 os.unlink(path)
-            os.close(descriptor)
+            if descriptor is not None:
+                os.close(descriptor)
             self._made_root = True
         if self._made_root:
             with contextlib.suppress(OSError):  # A save that failed leaves no empty directory.
@@ -131,6 +125,8 @@ class FileSystemReader(StorageReader):
     when the job spans several hosts, as ``LOCAL_WORLD_SIZE`` and ``WORLD_SIZE`` say: on one host the second read of a
     file comes from memory.
     """
+
+    views_are_lazy = True
 
     def __init__(self, *, reads_are_dear: bool | None = None) -> None:
         if reads_are_dear is None:

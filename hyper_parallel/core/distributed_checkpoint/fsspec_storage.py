@@ -81,15 +81,21 @@ class FsspecWriter(StorageWriter):
 
 
 class FsspecReader(StorageReader):
-    """Reads from a URL. Replicas are read once and travel between the ranks (``reads_are_dear``)."""
+    """Reads from a URL. Replicas are read once and travel between the ranks (``reads_are_dear``).
 
-    def __init__(self, *, reads_are_dear: bool = True, **storage_options: Any) -> None:
+    Of a chunk that is needed in part only that part is read. Where it lies in many small ranges, those with at most
+    ``max_gap`` bytes between them are read as one: more bytes, fewer requests.
+    """
+
+    def __init__(self, *, reads_are_dear: bool = True, max_gap: int = 0, **storage_options: Any) -> None:
         self.reads_are_dear = reads_are_dear
+        self._max_gap = max_gap
         self._options = storage_options
 
     def open(self, checkpoint_id: CheckpointId) -> None:
         self._fs, root = fsspec.core.url_to_fs(os.fspath(checkpoint_id), **self._options)
         self._root = root.rstrip("/")
+        self._fs.invalidate_cache(self._root)  # Others may have written since this process has looked.
 
     def read_metadata(self) -> bytes:
         return self._fs.cat_file(f"{self._root}/{METADATA_FILE}")
@@ -98,15 +104,67 @@ class FsspecReader(StorageReader):
         return int(self._fs.size(f"{self._root}/{name}"))
 
     def view(self, name: str, start: int, length: int) -> memoryview:
-        if length == 0:
-            return memoryview(b"")
-        data = self._fs.cat_file(f"{self._root}/{name}", start=start, end=start + length)
-        if len(data) != length:
-            raise CorruptCheckpointError(
-                f"'{self._root}/{name}' gave {len(data)} bytes from {start} where {length} are expected; it was cut "
-                "short. Load another checkpoint"
-            )
-        return memoryview(data)
+        return self.views(name, [(start, length)])[0]
+
+    def views(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
+        path = f"{self._root}/{name}"
+        merged = _merged([(start, length) for start, length in ranges if length], self._max_gap)
+        starts, ends = [start for start, _ in merged], [start + length for start, length in merged]
+        parts = self._fs.cat_ranges([path] * len(merged), starts, ends, on_error="raise") if merged else []
+        for (start, length), part in zip(merged, parts, strict=True):
+            if isinstance(part, BaseException):  # Some file systems give errors back, whatever they are told.
+                raise part
+            if len(part) != length:
+                raise CorruptCheckpointError(
+                    f"'{path}' gave {len(part)} bytes from {start} where {length} are expected; it was cut short. Load "
+                    "another checkpoint"
+                )
+        found, number = [], 0
+        for start, length in ranges:
+            if not length:
+                found.append(memoryview(b""))
+                continue
+            while start + length > ends[number]:
+                number += 1
+            found.append(memoryview(parts[number])[start - starts[number] :][:length])
+        return found
 
     def close(self) -> None:
         pass
+
+
+def _merged(ranges: Sequence[tuple[int, int]], max_gap: int) -> list[tuple[int, int]]:
+    """Ascending ranges, with those put together that lie at most ``max_gap`` bytes apart."""
+    merged: list[tuple[int, int]] = []
+    for start, length in ranges:
+        if merged and start - sum(merged[-1]) <= max_gap:
+            merged[-1] = merged[-1][0], start + length - merged[-1][0]
+        else:
+            merged.append((start, length))
+    return merged
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Folders of checkpoints
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def checkpoint_names(url: str, **storage_options: Any) -> list[str]:
+    """The names of the checkpoints under a URL."""
+    fs, root = fsspec.core.url_to_fs(url, **storage_options)
+    root = root.rstrip("/")
+    fs.invalidate_cache(root)
+    try:
+        found = fs.ls(root, detail=False)
+    except FileNotFoundError:
+        return []
+    names = [path.rstrip("/").rpartition("/")[2] for path in found]
+    return [name for name in names if fs.exists(f"{root}/{name}/{METADATA_FILE}")]
+
+
+def remove_checkpoint(url: str, **storage_options: Any) -> None:
+    """Remove a checkpoint; the metadata first, so that it is never half there."""
+    fs, root = fsspec.core.url_to_fs(url, **storage_options)
+    root = root.rstrip("/")
+    fs.rm_file(f"{root}/{METADATA_FILE}")
+    fs.rm(root, recursive=True)

@@ -19,6 +19,7 @@ from typing import Any
 from hyper_parallel.core.distributed_checkpoint.checksum import crc32c
 from hyper_parallel.core.distributed_checkpoint.chunks import Box, Grid, cell_of, cells_touching, overlap
 from hyper_parallel.core.distributed_checkpoint.errors import CorruptCheckpointError
+from hyper_parallel.core.distributed_checkpoint.index_check import check_body
 from hyper_parallel.core.distributed_checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -36,7 +37,7 @@ FORMAT = "hyper-parallel checkpoint"
 VERSION = 1
 
 _FRAME = '{{"format":"{}","version":{},"crc32c":"{:08x}","body":{}}}\n'
-_PARTS = re.compile(rb'^\{"format":"([^"]*)","version":(\d+),"crc32c":"([0-9a-f]{8})","body":(.*)\}\n$', re.DOTALL)
+_PARTS = re.compile(rb'^\{"format":"([^"]*)","version":(\d{1,9}),"crc32c":"([0-9a-f]{8})","body":(.*)\}\n$', re.DOTALL)
 
 
 @dataclass
@@ -163,7 +164,11 @@ def decode_index(data: bytes, where: str) -> CheckpointIndex:
         )
     if parts[2] != str(VERSION).encode():
         raise CorruptCheckpointError(f"'{where}' is of the unknown version {parts[2].decode()}; it may be damaged")
-    content = json.loads(body)
+    try:
+        content = json.loads(body)
+        check_body(content)
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpointError(f"'{where}' cannot be true: {error}. Load another checkpoint") from error
     tensors = {}
     for key, entry in content["tensors"].items():
         entry["shape"] = tuple(entry["shape"])

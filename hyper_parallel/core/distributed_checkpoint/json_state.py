@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from hyper_parallel.core.distributed_checkpoint.errors import CorruptCheckpointError
-from hyper_parallel.core.distributed_checkpoint.metadata import dtype_name
+from hyper_parallel.core.distributed_checkpoint.metadata import dtype_name, dtype_size
 from hyper_parallel.platform import get_platform
 
 _TAG = "$"
@@ -59,7 +59,7 @@ def decode_object(data: bytes | memoryview, encoding: str, name: str, allow_pick
     text, _, blobs = bytes(data).partition(b"\0")
     try:
         return _Decoder(blobs).plain(json.loads(text))
-    except (ValueError, KeyError, TypeError, struct.error) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, struct.error) as error:
         raise CorruptCheckpointError(f"the object '{name}' cannot be decoded: {error!r}") from error
 
 
@@ -147,7 +147,7 @@ class _Decoder:
     def _memory(self, tagged: dict[str, Any]) -> bytes:
         start, length = tagged["at"]
         data = self._blobs[start : start + length]
-        if len(data) != length:
+        if start < 0 or len(data) != length:
             raise ValueError(f"bytes {start} to {start + length} are not there")
         return data
 
@@ -171,9 +171,12 @@ class _Decoder:
             array = np.frombuffer(self._memory(tagged), np.dtype(tagged["dtype"])).reshape(tagged["shape"]).copy()
             return array if kind == "ndarray" else array[()]
         if kind == "tensor":
-            tensor = self._platform.new_tensor(tuple(tagged["shape"]), tagged["dtype"], "cpu")
+            data, shape = self._memory(tagged), tuple(tagged["shape"])
+            if min(shape, default=0) < 0 or math.prod(shape) * dtype_size(tagged["dtype"]) != len(data):
+                raise ValueError(f"{len(data)} bytes are no tensor of shape {shape} and dtype {tagged['dtype']}")
+            tensor = self._platform.new_tensor(shape, tagged["dtype"], "cpu")
             raw = self._platform.raw_array(tensor)
-            self._platform.set_raw(tensor, np.frombuffer(self._memory(tagged), raw.dtype).reshape(raw.shape))
+            self._platform.set_raw(tensor, np.frombuffer(data, raw.dtype).reshape(raw.shape))
             return tensor
         if kind == "path":
             return pathlib.Path(tagged["text"])

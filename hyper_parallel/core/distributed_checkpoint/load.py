@@ -12,7 +12,6 @@ import numpy as np
 
 from hyper_parallel.core.distributed_checkpoint.agreement import Agreement, GroupAgreement
 from hyper_parallel.core.distributed_checkpoint.checksum import crc32c, share_of_box, share_of_whole
-from hyper_parallel.core.distributed_checkpoint.chunks import slices
 from hyper_parallel.core.distributed_checkpoint.errors import CorruptCheckpointError
 from hyper_parallel.core.distributed_checkpoint.exchange import ReplicaExchange
 from hyper_parallel.core.distributed_checkpoint.file_agreement import make_agreement
@@ -139,13 +138,14 @@ class _Loading:
         key = item.storage_index.fqn
         tensor = self._files.index.tensors[key]
         number = _chunk_number(tensor, item)
-        values = self._files.chunk(tensor, number)
-        if item.lengths == values.shape:
+        whole = tensor.chunk_sizes(number)
+        values = self._files.box(tensor, number, item.storage_offsets, item.lengths)
+        if item.lengths == whole:
             self._files.compare(key, number, crc32c(values.reshape(-1).view(np.uint8)), tensor.crc32c[number])
             target[...] = values
         else:
-            target[...] = values[slices(item.storage_offsets, item.lengths)]
-            share = share_of_box(target, item.storage_offsets, values.shape)
+            target[...] = values
+            share = share_of_box(target, item.storage_offsets, whole)
             shares.append(Share(numbers[key], number, item.storage_offsets, item.lengths, share))
         self._reader.bytes_read += target.nbytes
 

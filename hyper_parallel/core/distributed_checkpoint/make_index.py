@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hyper_parallel.core.distributed_checkpoint.chunks import ObjectSpec, Specs, TensorSpec, grid_of, plan_chunks
+from hyper_parallel.core.distributed_checkpoint.index_check import boxes_problem
 from hyper_parallel.core.distributed_checkpoint.index_file import (
     CheckpointIndex,
     StoredObject,
@@ -91,6 +92,33 @@ def index_of_plans(plans: list[SavePlan], metadata: Metadata, reports: list[Rank
             properties.requires_grad,
         )
     return index
+
+
+def check_plans(plans: list[SavePlan], metadata: Metadata) -> None:
+    """Raise unless the chunks of a planner's own global plan are what it says that the tensors have, each once."""
+    written: dict[str, dict[Any, int]] = {}
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            key = item.index.fqn
+            is_object = item.type is WriteItemType.BYTE_IO
+            box = None if is_object else (tuple(item.chunk.offsets), tuple(item.chunk.sizes))
+            before = written.setdefault(key, {}).get(box)
+            if before is not None or key not in metadata.state_dict_metadata:
+                what = f"'{key}'" if box is None else f"the chunk of '{key}' at {list(box[0])}"
+                why = (
+                    "the metadata does not name it"
+                    if before is None
+                    else f"rank {before} writes it, and rank {rank} too"
+                )
+                raise ValueError(f"build_global_plan gave a plan that cannot be saved: {what}: {why}")
+            written[key][box] = rank
+    for key, described in metadata.state_dict_metadata.items():
+        if isinstance(described, TensorStorageMetadata):
+            boxes = [box for box in written.get(key, {}) if box is not None and 0 not in box[1]]
+            if problem := boxes_problem(boxes, tuple(described.size)):
+                raise ValueError(f"build_global_plan gave a plan that cannot be saved: '{key}' {problem}")
+        elif key not in written:
+            raise ValueError(f"build_global_plan gave a plan that cannot be saved: nobody writes '{key}'")
 
 
 def _empty_index(reports: list[RankReport] | None, world_size: int) -> CheckpointIndex:

@@ -13,6 +13,14 @@ from typing import Any
 
 Shape = tuple[int, ...]
 
+#: The dtypes, by name, that a checkpoint may hold.
+STORABLE_DTYPES = frozenset(
+    (
+        *("float64", "float32", "float16", "bfloat16", "complex128", "complex64", "complex32"),
+        *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "hifloat8"),
+        *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool", "bits16", "bits8"),
+    )
+)
 _BYTES_OF_ODD_NAMES = {"bool": 1, "complex32": 4, "half": 2, "float": 4, "double": 8, "short": 2, "int": 4, "long": 8}
 
 

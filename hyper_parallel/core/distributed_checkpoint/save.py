@@ -4,6 +4,7 @@ together differently; :func:`save` runs them in a row.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +17,17 @@ from hyper_parallel.core.distributed_checkpoint.file_agreement import make_agree
 from hyper_parallel.core.distributed_checkpoint.file_names import new_save_name
 from hyper_parallel.core.distributed_checkpoint.flatten import is_stateful
 from hyper_parallel.core.distributed_checkpoint.index_file import encode_index
-from hyper_parallel.core.distributed_checkpoint.make_index import index_by_arithmetic, index_of_plans
+from hyper_parallel.core.distributed_checkpoint.make_index import check_plans, index_by_arithmetic, index_of_plans
 from hyper_parallel.core.distributed_checkpoint.merge_specs import alone, fingerprint, merge_specs
 from hyper_parallel.core.distributed_checkpoint.metadata import Metadata
 from hyper_parallel.core.distributed_checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
-from hyper_parallel.core.distributed_checkpoint.shard_file import RankReport, StagedItem, as_buffer, write_shards
+from hyper_parallel.core.distributed_checkpoint.shard_file import (
+    DeviceBytes,
+    RankReport,
+    StagedItem,
+    as_buffer,
+    write_shards,
+)
 from hyper_parallel.core.distributed_checkpoint.standard_planner import StandardSavePlanner
 from hyper_parallel.core.distributed_checkpoint.storage import CheckpointId, StorageWriter, default_writer
 from hyper_parallel.platform import get_platform
@@ -100,6 +107,7 @@ def prepare_save(
         writer.begin(save_name)
         if planner.needs_global_plan:
             plans, gathered["metadata"] = planner.build_global_plan(values)
+            check_plans(plans, gathered["metadata"])
             gathered["plans"] = plans
             return [(save_name, plan) for plan in plans]
         return [(save_name, len(set(values)) == 1)] * len(values)
@@ -121,24 +129,30 @@ def prepare_save(
         raise
 
 
-def stage(prepared: PreparedSave) -> list[StagedItem]:
-    """The bytes of this rank's items, by reference where they lie in the host's memory."""
-    return [_staged(item, prepared.planner) for item in prepared.plan.items]
+def stage(prepared: PreparedSave, copy: bool = True) -> list[StagedItem]:
+    """The bytes of this rank's items, by reference where they lie in the host's memory.
+
+    What lies elsewhere is copied to the host, or, without ``copy``, left there as :class:`DeviceBytes`.
+    """
+    return [_staged(item, prepared.planner, copy) for item in prepared.plan.items]
 
 
-def _staged(item: WriteItem, planner: SavePlanner) -> StagedItem:
+def _staged(item: WriteItem, planner: SavePlanner, copy: bool) -> StagedItem:
     data = planner.get_data(item)
     if item.type is WriteItemType.BYTE_IO:
         data = bytes(data.getbuffer()) if hasattr(data, "getbuffer") else data
         encoding = planner.encoding_of(item.index.fqn) if hasattr(planner, "encoding_of") else "json"
         return StagedItem(item.index, "uint8", (len(data),), data, encoding)
-    array = data if isinstance(data, np.ndarray) else get_platform().raw_array(data)
-    buffer = as_buffer(array)
+    platform, shape = get_platform(), tuple(data.shape)
+    if copy or isinstance(data, np.ndarray) or platform.is_in_host_memory(data):
+        buffer = as_buffer(data if isinstance(data, np.ndarray) else platform.raw_array(data))
+    else:
+        buffer = DeviceBytes(data, math.prod(shape) * platform.get_element_size(data))
     if len(buffer) != item.tensor_storage_size():
         raise ValueError(
             f"the planner gave {len(buffer)} bytes for {item.index}, whose chunk has {item.tensor_storage_size()}"
         )
-    return StagedItem(item.index, item.properties.dtype, tuple(array.shape), buffer)
+    return StagedItem(item.index, item.properties.dtype, shape, buffer)
 
 
 def write_and_commit(prepared: PreparedSave, staged: Any) -> Metadata:

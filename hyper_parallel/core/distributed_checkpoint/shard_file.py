@@ -54,6 +54,17 @@ class StagedItem:
     encoding: str | None = None  # of an object
 
 
+@dataclass
+class DeviceBytes:
+    """The bits of a tensor outside of the host's memory, to be copied later."""
+
+    tensor: Any
+    num_bytes: int
+
+    def __len__(self) -> int:
+        return self.num_bytes
+
+
 class WrittenFile(NamedTuple):
     """A data file: its name, the bytes before the data, the bytes of data, and the crc32c of what comes before."""
 

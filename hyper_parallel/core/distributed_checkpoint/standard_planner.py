@@ -21,13 +21,13 @@ from hyper_parallel.core.distributed_checkpoint.chunks import (
 from hyper_parallel.core.distributed_checkpoint.flatten import Leaf, flatten
 from hyper_parallel.core.distributed_checkpoint.json_state import decode_object, encode_object
 from hyper_parallel.core.distributed_checkpoint.metadata import (
+    STORABLE_DTYPES,
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
-    dtype_size,
 )
 from hyper_parallel.core.distributed_checkpoint.planner import (
     LoadItemType,
@@ -50,10 +50,10 @@ def spec_of(name: str, leaf: Leaf, verb: str) -> Spec:
     platform = get_platform()
     tensor = leaf.value
     dtype = platform.dtype_name(tensor.dtype)
-    try:
-        dtype_size(dtype)
-    except ValueError as error:
-        raise TypeError(f"'{name}': {error}") from None
+    if dtype not in STORABLE_DTYPES:
+        raise TypeError(
+            f"'{name}' has dtype {dtype}, which a checkpoint cannot hold; view it as one of bytes, or cast it"
+        )
     if not isinstance(tensor, platform.DTensorBase):
         return TensorSpec(tuple(tensor.shape), dtype, (), None, bool(getattr(tensor, "requires_grad", False)))
     layout = tensor.layout
@@ -114,7 +114,11 @@ class StandardSavePlanner(SavePlanner):
 
     def build_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """The plans as they are, and what they hold together; ``save`` does without this by arithmetic."""
-        described: dict[str, Any] = {}
+        described: dict[str, Any] = {
+            key: TensorStorageMetadata(TensorProperties(spec.dtype, spec.requires_grad), spec.shape, [])
+            for key, spec in self.specs.items()
+            if isinstance(spec, TensorSpec) and 0 in spec.shape  # Nobody writes a chunk of those.
+        }
         for plan in all_plans:
             for item in plan.items:
                 if item.type is WriteItemType.BYTE_IO:
@@ -128,7 +132,8 @@ class StandardSavePlanner(SavePlanner):
         return plan
 
     def get_data(self, item: WriteItem) -> Any:
-        """The chunk's bits as an array, a view where the tensor is in the host's memory; or the object's bytes."""
+        """The chunk's bits as an array that is a view of the tensor; the chunk itself if it is on a device; an object's
+        bytes."""
         key = item.index.fqn
         if item.type is WriteItemType.BYTE_IO:
             data, self._encodings[key] = encode_object(self._leaves[key].value, key, self._allow_pickle)
@@ -138,14 +143,16 @@ class StandardSavePlanner(SavePlanner):
             _complete(tensor)
             spec = self.specs[key]
             assert isinstance(spec, TensorSpec)
+            platform = get_platform()
             try:
-                array = get_platform().raw_array(tensor)
+                in_host = platform.is_in_host_memory(tensor)
+                array = platform.raw_array(tensor) if in_host else platform.detached(tensor)
             except (TypeError, ValueError) as error:
                 raise type(error)(f"'{key}' cannot be saved: {error}") from error
             self._arrays[key] = array, local_box(spec, self._rank)[0]
         array, base = self._arrays[key]
         chunk = item.chunk
-        if chunk.sizes == array.shape:
+        if chunk.sizes == tuple(array.shape):
             return array
         return array[slices(chunk.offsets, chunk.sizes, base)]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 METADATA_FILE = "metadata.json"
@@ -60,6 +61,8 @@ class StorageReader(ABC):
 
     #: Whether a replica costs less to get from another rank than to read again: true for storage far away.
     reads_are_dear: bool = False
+    #: Whether :meth:`view` reads nothing before one looks: true for memory maps.
+    views_are_lazy: bool = False
     #: Bytes of tensors that were read, since it was made.
     bytes_read: int = 0
 
@@ -79,9 +82,19 @@ class StorageReader(ABC):
     def view(self, name: str, start: int, length: int) -> memoryview:
         """These bytes of a file, by reference where that is possible."""
 
+    def views(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
+        """The bytes of several ranges (start, length) of a file, in ascending order."""
+        return [self.view(name, start, length) for start, length in ranges]
+
     @abstractmethod
     def close(self) -> None:
         """Nothing more is read."""
+
+
+def local_path(checkpoint_id: CheckpointId) -> Path:
+    """The directory that a path or a ``file://`` URL means."""
+    text = os.fspath(checkpoint_id)
+    return Path(text.removeprefix("file://")) if isinstance(text, str) else Path(os.fsdecode(text))
 
 
 def storage_for(checkpoint_id: CheckpointId) -> str:

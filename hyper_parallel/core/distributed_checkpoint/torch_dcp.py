@@ -168,6 +168,16 @@ class _Tensor(NamedTuple):
     chunks: list[_Chunk]
 
 
+def _checked_place(name: str, place: Any) -> Any:
+    if getattr(place, "transform_descriptors", None):
+        raise ValueError(f"'{name}' is stored transformed ({place.transform_descriptors})")
+    if os.path.basename(place.relative_path) != place.relative_path:
+        raise ValueError(f"'{name}' is in the file '{place.relative_path}', outside of the checkpoint's folder")
+    if not all(type(number) is int and number >= 0 for number in (place.offset, place.length)):
+        raise ValueError(f"'{name}' is at {place.offset} with length {place.length} of its file")
+    return place
+
+
 class TorchCheckpoint:
     """A checkpoint of torch's, opened for reading: the same face as our own in ``tensor_source.py``."""
 
@@ -200,16 +210,12 @@ class TorchCheckpoint:
             places[index.fqn, None if offset is None else tuple(offset)] = place
         for name, described in metadata.state_dict_metadata.items():
             if not hasattr(described, "properties"):
-                self._objects[name] = places[name, None]
+                self._objects[name] = _checked_place(name, places[name, None])
                 continue
             chunks = []
             for chunk in described.chunks:
                 box = tuple(chunk.offsets), tuple(chunk.sizes)
-                place = places[name, box[0]]
-                if getattr(place, "transform_descriptors", None):
-                    raise ValueError(f"'{name}' is stored transformed ({place.transform_descriptors})")
-                if os.path.basename(place.relative_path) != place.relative_path:
-                    raise ValueError(f"'{name}' is in a file outside of its folder")
+                place = _checked_place(name, places[name, box[0]])
                 chunks.append(_Chunk(box, place.relative_path, place.offset, place.length))
             dtype = dtype_name(str(described.properties.state[0]))
             self._tensors[name] = _Tensor(dtype, tuple(described.size), chunks)
@@ -246,17 +252,20 @@ class TorchCheckpoint:
     def object_value(self, name: str, allow_pickle: bool = False) -> Any:
         """An object. Plain data is decoded; for all else pickle is needed, and must be allowed."""
         place = self._objects[name]
-        archive = self._archive(place.relative_path, place.offset, place.length)
-        data = archive.read(_member(archive, "data.pkl"))
-        if allow_pickle:
-            return pickle.loads(data)
         try:
-            return _Unpickler(io.BytesIO(data)).load()
+            archive = self._archive(place.relative_path, place.offset, place.length)
+            data = archive.read(_member(archive, "data.pkl"))
+            return pickle.loads(data) if allow_pickle else _Unpickler(io.BytesIO(data)).load()
         except UnsafePickle as error:
             raise ValueError(
                 f"'{name}' of '{self.path}' holds {error}: to load it runs whatever code the pickle contains, which "
                 "must be allowed"
             ) from None
+        except CorruptCheckpointError:
+            raise
+        except Exception as error:  # A pickle can raise anything.
+            where = self.path / place.relative_path
+            raise CorruptCheckpointError(f"the object '{name}' in '{where}' cannot be loaded: {error!r}") from error
 
     def close(self) -> None:
         self._maps.clear()
@@ -278,7 +287,7 @@ class TorchCheckpoint:
             raise CorruptCheckpointError(f"{where} has shape {part.shape} and dtype {part.dtype}, unlike the metadata")
         flat = np.frombuffer(self._map(chunk.file)[start : start + length], raw)[part.offset :]
         needed = 1 + sum((size - 1) * stride for size, stride in zip(part.shape, part.strides, strict=True))
-        if 0 not in part.shape and needed > len(flat):
+        if min(part.offset, *part.strides, *part.shape, 0) < 0 or (0 not in part.shape and needed > len(flat)):
             raise CorruptCheckpointError(f"{where} is cut short")
         strides = [stride * raw.itemsize for stride in part.strides]
         return np.lib.stride_tricks.as_strided(flat, part.shape, strides, writeable=False)

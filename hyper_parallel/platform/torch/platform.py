@@ -23,6 +23,7 @@ from hyper_parallel.platform.torch import (
     grad_norm,
     gradients,
     groups,
+    host_copies,
     local_calls,
     local_ops_reductions,
     masked_functions,
@@ -209,6 +210,8 @@ class TorchPlatform(Platform):
     set_optimizer_slots = staticmethod(optimizer_state.set_optimizer_slots)
     raw_array = staticmethod(raw_bits.raw_array)  # type: ignore[assignment]
     set_raw = staticmethod(raw_bits.set_raw)  # type: ignore[assignment]
+    is_in_host_memory = staticmethod(host_copies.is_in_host_memory)  # type: ignore[assignment]
+    copy_raw_to_host = staticmethod(host_copies.copy_raw_to_host)  # type: ignore[assignment]
     clip_grad_norm_ = staticmethod(grad_norm.clip_grad_norm_)
     get_total_norm = staticmethod(grad_norm.get_total_norm)
     block_norms = staticmethod(grad_norm.block_norms)

@@ -1,0 +1,163 @@
+"""Agreement through files: who has ended is found out at once, who never came after a while, and by name."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import threading
+import time
+
+import pytest
+
+from hyper_parallel.core.distributed_checkpoint import file_agreement
+from hyper_parallel.core.distributed_checkpoint.cleanup import remove_leftovers
+from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError, LostRankError
+from hyper_parallel.core.distributed_checkpoint.file_agreement import FileAgreement
+from hyper_parallel.core.distributed_checkpoint.file_locks import hold_lock, is_held
+
+
+def agree(agreement):
+    """One round, and the end; what came of it."""
+    try:
+        return agreement.round("counting", lambda: agreement.rank, sum)
+    except CheckpointError as error:
+        return error
+    finally:
+        agreement.close()
+
+
+class InThread(threading.Thread):
+    def __init__(self, agreement):
+        super().__init__(daemon=True)
+        self._agreement = agreement
+        self.start()
+
+    def run(self):
+        self.result = agree(self._agreement)
+
+    def outcome(self):
+        self.join()
+        return self.result
+
+
+class Stuck(FileAgreement):
+    """Never writes a file whose name starts in a certain way, and says so instead."""
+
+    def __init__(self, directory, rank, name, connection):
+        super().__init__(directory, rank, 2)
+        self._stuck_at, self._connection = name, connection
+
+    def _put(self, name, value):
+        if name.startswith(self._stuck_at):
+            self._connection.send("stuck")
+            signal.pause()
+        super()._put(name, value)
+
+
+@pytest.fixture
+def stuck():
+    """Starts a process with a rank that gets stuck; gives it once that has happened, or at once with ``wait=False``."""
+    context = multiprocessing.get_context("fork")
+    started = []
+
+    def start(directory, rank, name, wait=True):
+        here, there = context.Pipe()
+        process = context.Process(target=lambda: agree(Stuck(directory, rank, name, there)))
+        process.start()
+        started.append(process)
+        if wait:
+            assert here.recv() == "stuck"
+        return process, here
+
+    yield start
+    for process in started:
+        process.kill()
+        process.join()
+
+
+def kill(process):
+    process.kill()
+    process.join()
+
+
+def test_a_rank_that_ends_is_missed_at_once(tmp_path, stuck):
+    """The time limit is half an hour here: nobody waits for it."""
+    process, said = stuck(tmp_path / "a", 1, "report", wait=False)
+    coordinator = InThread(FileAgreement(tmp_path / "a", 0, 2))
+    assert said.recv() == "stuck"
+    kill(process)
+    found = str(coordinator.outcome())
+    assert "counting failed on rank 1: it is gone (the process of rank 1 has ended without writing" in found
+    assert "report-" in found
+    assert not (tmp_path / "a").exists()
+
+    for name in ("opening", "verdict"):
+        process, said = stuck(tmp_path / "b", 0, name, wait=False)
+        other = InThread(FileAgreement(tmp_path / "b", 1, 2))
+        assert said.recv() == "stuck"
+        if name == "opening":
+            kill(process)
+            process, said = stuck(tmp_path / "b", 0, "verdict", wait=False)  # the one that it is waiting for
+            assert said.recv() == "stuck"
+        kill(process)
+        found = other.outcome()
+        assert isinstance(found, LostRankError)
+        assert "the process of rank 0 has ended without writing" in str(found) and "verdict-" in str(found)
+
+
+def test_what_an_older_run_has_left_is_not_taken_for_this_one(tmp_path, stuck):
+    directory = tmp_path / ".step-1.save-agreement"
+    process, _ = stuck(directory, 1, "report", wait=False)
+    while not (directory / "hello-1").exists():
+        time.sleep(0.005)
+    kill(process)
+    coordinator = InThread(FileAgreement(directory, 0, 2))
+    while not (directory / "opening").exists():
+        time.sleep(0.005)
+    other = FileAgreement(directory, 1, 2)
+    assert agree(other) == coordinator.outcome() == 1
+    assert not directory.exists()
+
+    # Nobody comes back: the next save beside it cleans up, but not what is in use.
+    process, _ = stuck(directory, 1, "report", wait=False)
+    while not (directory / "hello-1").exists():
+        time.sleep(0.005)
+    (tmp_path / "step-2").mkdir()
+    remove_leftovers(tmp_path / "step-2")
+    assert directory.exists()
+    kill(process)
+    remove_leftovers(tmp_path / "step-2")
+    assert not directory.exists()
+
+
+def test_who_never_comes_is_named_with_the_file(tmp_path, monkeypatch):
+    found = str(agree(FileAgreement(tmp_path / "a", 0, 3, timeout=0.2)))
+    for rank in (1, 2):
+        assert f"rank {rank}: it is gone (rank 0 waited 0 s for rank {rank}, which has not written" in found
+        assert f"hello-{rank}': it is on another host and has ended there, or was never started" in found
+    with pytest.raises(LostRankError, match=r"rank 1 waited 0 s for rank 0, which has not written '.*opening'"):
+        FileAgreement(tmp_path / "b", 1, 2, timeout=0.2).round("counting", lambda: 1)
+
+    # Where files cannot be locked, or on another host, the end of a rank is not seen, and nobody is taken for dead.
+    monkeypatch.setattr(file_agreement, "hold_lock", lambda path: None)
+    coordinator = InThread(FileAgreement(tmp_path / "c", 0, 2))
+    assert agree(FileAgreement(tmp_path / "c", 1, 2)) == coordinator.outcome() == 1
+
+
+def test_locks_that_end_with_their_process(tmp_path):
+    path = tmp_path / "lock"
+    assert not is_held(path)
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe()
+
+    def hold():
+        hold_lock(path)
+        there.send("held")
+        signal.pause()
+
+    process = context.Process(target=hold)
+    process.start()
+    assert here.recv() == "held"
+    assert is_held(path)
+    kill(process)
+    assert not is_held(path)
