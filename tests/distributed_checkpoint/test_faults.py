@@ -92,17 +92,21 @@ def save_version(directory, name, version):
     checkpoint.save(state_of(version), checkpoint_id=f"{directory}/{name}", no_dist=True)
 
 
-def save_and_die_at(directory, name, version, moment, counted=None):
-    """Save, and be killed before line number ``moment`` of the package; without one, count the lines."""
-    lines = 0
+def save_and_die_at(directory, name, version, moment, in_commit=False, counted=None):
+    """Save, and be killed before line number ``moment`` of the package, or since the commit began; or count lines.
+
+    The counts go to the file ``counted``: of all lines, and of those since the commit began.
+    """
+    lines = lines_in_commit = 0
 
     def trace(frame, event, argument):
-        nonlocal lines
+        nonlocal lines, lines_in_commit
         if not frame.f_code.co_filename.startswith(_PACKAGE):
             return None
         if event == "line":
             lines += 1
-            if lines == moment:
+            lines_in_commit += bool(lines_in_commit) or frame.f_code.co_name == "commit"
+            if (lines_in_commit if in_commit else lines) == moment:
                 os.kill(os.getpid(), signal.SIGKILL)
         return trace
 
@@ -110,21 +114,22 @@ def save_and_die_at(directory, name, version, moment, counted=None):
     save_version(directory, name, version)
     sys.settrace(None)
     if counted is not None:
-        Path(counted).write_text(str(lines))
+        Path(counted).write_text(f"{lines} {lines_in_commit}")
 
 
 def kill_many(directory):
     """50 kills, half of them between two lines of the program and half at any time; one into an old name or a new."""
     root = Path(directory)
     save_version(directory, "step-1", 1)
-    assert end_of(start_child(save_and_die_at, directory, "step-0", 0, None, f"{directory}/lines")) == 0
-    num_lines = int((root / "lines").read_text())
+    assert end_of(start_child(save_and_die_at, directory, "step-0", 0, None, False, f"{directory}/lines")) == 0
+    num_lines, num_in_commit = map(int, (root / "lines").read_text().split())
     (root / "lines").unlink()
     start = time.monotonic()
     assert end_of(start_child(save_version, directory, "step-0", 0)) == 0
     duration = time.monotonic() - start
     pick = random.Random(7)
-    moments = [pick.randint(1, num_lines) for _ in range(15)] + [num_lines - pick.randint(0, 120) for _ in range(10)]
+    moments = [(pick.randint(1, num_lines), False) for _ in range(15)]
+    moments += [(1, True), (num_in_commit, True), *((pick.randint(1, num_in_commit), True) for _ in range(8))]
     outcomes = []
     known = 1
     for number in range(50):
@@ -132,7 +137,7 @@ def kill_many(directory):
         name = "step-1" if number % 2 else "step-2"
         (root / "step-2" / "metadata.json").unlink(missing_ok=True)
         if number < len(moments):
-            pid = start_child(save_and_die_at, directory, name, version, moments[number])
+            pid = start_child(save_and_die_at, directory, name, version, *moments[number])
         else:
             pid = start_child(save_version, directory, name, version)
             time.sleep(pick.random() * duration)

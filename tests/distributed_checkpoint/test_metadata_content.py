@@ -214,7 +214,7 @@ ANY = st.recursive(
 )
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=250, deadline=None, derandomize=True)
 @given(st.data())
 def test_any_change_of_the_content_is_harmless_or_an_error(sound, data):
     path, body, state = sound[data.draw(st.integers(0, 1))]
@@ -247,7 +247,7 @@ def test_any_change_of_the_content_is_harmless_or_an_error(sound, data):
         write_body(path, body)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.data())
 def test_any_change_of_an_object_is_another_object_or_an_error(data):
     value = {"t": (1, {2}, b"xy"), "a": np.arange(3), "w": torch.arange(2.0), "d": {1: 2.5, "k": float("nan")}, "z": 1j}

@@ -167,7 +167,7 @@ def test_a_rank_reads_what_it_needs_and_replicas_once(tmp_path):
 
 # ---------------------------------------------------------------- an object store of this machine
 
-_MISSING = [name for name in ("s3fs", "moto", "flask") if importlib.util.find_spec(name) is None]
+_MISSING = [name for name in ("s3fs", "moto", "flask", "flask_cors") if importlib.util.find_spec(name) is None]
 
 
 @pytest.fixture(scope="module")
@@ -185,12 +185,12 @@ def bucket():
     server.stop()
 
 
-@pytest.mark.skipif(bool(_MISSING), reason=f"needs {', '.join(_MISSING)}: pip install s3fs 'moto[server]'")
+@pytest.mark.skipif(bool(_MISSING), reason=f"needs {', '.join(_MISSING)}: pip install s3fs 'moto[s3]' flask flask-cors")
 def test_in_an_object_store(bucket):
     go_through_a_store("s3://bucket/run", **bucket)
 
 
-@pytest.mark.skipif(bool(_MISSING), reason=f"needs {', '.join(_MISSING)}: pip install s3fs 'moto[server]'")
+@pytest.mark.skipif(bool(_MISSING), reason=f"needs {', '.join(_MISSING)}: pip install s3fs 'moto[s3]' flask flask-cors")
 def test_in_the_background_to_an_object_store(bucket):
     state = {"w": torch.arange(6.0), "none": None, "step": 0}
     writer = checkpoint.FsspecWriter(**bucket)
