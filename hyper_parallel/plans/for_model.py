@@ -80,11 +80,18 @@ def _plan_of(model: Any, roles: Roles, between: Placement) -> Plan:
     give(roles.heads, lambda: ColwiseParallel(use_local_output=False))
     cut = {*roles.vocabularies, *roles.columns, *roles.rows, *roles.attentions, *outs, *roles.heads}
     mixed = tuple(f"{path}." for path in roles.mixtures)
-    for path, module in platform.get_cells_and_names(model):
+    modules = list(platform.get_cells_and_names(model))
+    # A parameter that a cut layer shares with the module around it, as BERT's head does its bias, lies as the layer says.
+    shared = {
+        id(value) for path, module in modules if path in cut for value in platform.own_parameters(module).values()
+    }
+    for path, module in modules:
         if path in cut or path in roles.mixtures or (mixed and path.startswith(mixed)):
             continue
-        if platform.own_parameters(module):
-            plan.setdefault(path, []).append(WholeParameters())
+        own = platform.own_parameters(module)
+        whole = [name for name, value in own.items() if id(value) not in shared]
+        if whole:
+            plan.setdefault(path, []).append(WholeParameters(None if len(whole) == len(own) else whole))
     return plan
 
 

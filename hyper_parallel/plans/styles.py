@@ -10,7 +10,7 @@ for all ranks run the same code on the same inputs; they are taken as whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
@@ -56,18 +56,25 @@ class SingleDeviceCode(ParallelStyle):
 
 
 class WholeParameters(ParallelStyle):
-    """The module's own parameters are whole on every rank; it computes on whatever part of the activations comes.
+    """The module's own parameters, or those with these ``names``, are whole on every rank; it computes on whatever part
+    of the activations comes.
 
     forward: nothing; backward: one all-reduce of a parameter's gradient where the activations are cut.
     """
 
+    def __init__(self, names: Iterable[str] | None = None) -> None:
+        self.names = None if names is None else tuple(names)
+
     def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
         where = f"WholeParameters on {type(module).__name__}"
-        for name in _platform.own_parameters(module):
+        for name in _platform.own_parameters(module) if self.names is None else self.names:
             distribute_parameter(
                 module, name, device_mesh, (Replicate(),) * device_mesh.ndim, self.src_data_rank, where
             )
         return module
+
+    def __repr__(self) -> str:
+        return "WholeParameters()" if self.names is None else f"WholeParameters({list(self.names)})"
 
 
 class CutParameters(ParallelStyle):

@@ -49,6 +49,9 @@ def test_a_plain_number_that_needs_a_gradient_gets_the_whole_of_it():
         cut = hp.distribute_tensor(x, mesh, [placement])
         (torch.mul(cut, factor) + torch.where(cut > 1, cut, factor)).sum().backward()
         assert factor.grad.item() == 12.0
+        factor.grad = None
+        cut.masked_fill(cut > 1, factor).sum().backward()
+        assert factor.grad.item() == 3.0
 
 
 @run_on_ranks(2)

@@ -80,6 +80,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 # Families that no list of ours names: their plans come from the structure.
 OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "bert_masked": ("BertForMaskedLM", "BertConfig", _BERT),
     "gemma2": (
         "Gemma2ForCausalLM",
         "Gemma2Config",

@@ -74,11 +74,25 @@ def blocks_of(args: Any, kwargs: Any, gives_nothing: bool = False) -> tuple[tupl
 
 def output_shapes(func: Callable[..., Any], args: Any, kwargs: Any) -> list[tuple[int, ...]]:
     """The global shapes of the tensors that ``func`` returns, found by calling it on tensors without memory."""
+    try:
+        return _shapes_without_memory(func, args, kwargs, keeps_numbers=True)
+    except RuntimeError as error:
+        if "same device" not in str(error):
+            raise
+        return _shapes_without_memory(func, args, kwargs, keeps_numbers=False)
+
+
+def _shapes_without_memory(
+    func: Callable[..., Any], args: Any, kwargs: Any, keeps_numbers: bool
+) -> list[tuple[int, ...]]:
+    """With ``keeps_numbers``, a plain tensor of no dims keeps its value: some functions read it, some refuse it."""
 
     def without_memory(value: Any) -> Any:
         if isinstance(value, DTensorBase):
             return torch.empty(value._global_shape, dtype=value.dtype, device="meta")
-        return torch.empty_like(value, device="meta") if isinstance(value, torch.Tensor) and value.ndim else value
+        if isinstance(value, torch.Tensor) and (value.ndim or not keeps_numbers):
+            return torch.empty_like(value, device="meta")
+        return value
 
     with torch.no_grad():
         result = func(*tree_map(without_memory, args), **tree_map(without_memory, kwargs))
