@@ -81,7 +81,7 @@ def _plan_of(model: Any, roles: Roles, between: Placement) -> Plan:
     cut = {*roles.vocabularies, *roles.columns, *roles.rows, *roles.attentions, *outs, *roles.heads}
     mixed = tuple(f"{path}." for path in roles.mixtures)
     modules = list(platform.get_cells_and_names(model))
-    # A parameter that a cut layer shares with the module around it, as BERT's head does its bias, lies as the layer says.
+    # A parameter that a cut layer shares with the module around it (BERT's head: its bias) lies as the layer says.
     shared = {
         id(value) for path, module in modules if path in cut for value in platform.own_parameters(module).values()
     }
