@@ -23,14 +23,17 @@ _COLUMN_NAMES = frozenset((
     "qkv_proj", "qkv", "query_key_value", "c_attn", "q_attn",
     "gate_proj", "up_proj", "gate_up_proj", "gate", "up", "w1", "w3",
     "fc1", "c_fc", "fc_in", "dense_h_to_4h", "wi", "wi_0", "wi_1", "linear1", "lin1", "intermediate.dense",
+    "q_b_proj", "kv_b_proj",
 ))
 _ROW_NAMES = frozenset((
     "o_proj", "out_proj", "o", "out_lin", "c_proj", "attention.dense", "self_attention.dense", "output.dense", "output",
     "down_proj", "down", "w2", "fc2", "fc_out", "dense_4h_to_h", "wo", "linear2", "lin2",
 ))
+# Layers to a narrow width that all heads share: each rank has the whole of them.
+_WHOLE_NAMES = frozenset(("q_a_proj", "kv_a_proj", "kv_a_proj_with_mqa"))
 # fmt: on
-# Parts whose steps depend on values: every rank computes them on whole tensors.
-_MIXTURES = ("MoeBlock", "MoE", "SparseMLP")
+# Parts whose steps depend on values, by the end of their class's name: every rank computes them on whole tensors.
+_MIXTURES = ("MoeBlock", "MoE", "Moe", "SparseMLP")
 
 
 @dataclass
@@ -98,7 +101,7 @@ def _read_block(block: str, modules: Mapping[str, Any], roles: Roles, skipped: f
     roles.mixtures += [
         path
         for path in inside
-        if any(sign in type(modules[path]).__name__ for sign in _MIXTURES)
+        if (type(modules[path]).__name__.endswith(_MIXTURES) or f"{path}.experts" in modules)
         and any(
             platform.linear_weight_dims(modules[other]) is None and _weights(modules[other])
             for other in _below(path, modules)
@@ -132,6 +135,8 @@ def _role_by_name(path: str, block: str) -> str | None:
             return "column"
         if name in _ROW_NAMES:
             return "row"
+        if name in _WHOLE_NAMES:
+            return "whole"
     return None
 
 

@@ -91,6 +91,30 @@ OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "PhiConfig",
         {**_DECODER, "resid_pdrop": 0.0, "partial_rotary_factor": 0.5, "num_key_value_heads": 4},
     ),
+    "deepseek_v3": (
+        "DeepseekV3ForCausalLM",
+        "DeepseekV3Config",
+        {
+            **_DECODER,
+            "num_key_value_heads": 4,
+            "q_lora_rank": 6,
+            "kv_lora_rank": 8,
+            "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 6,
+            "v_head_dim": 5,
+            "moe_intermediate_size": 10,
+            "n_routed_experts": 4,
+            "n_group": 2,
+            "topk_group": 1,
+            "num_experts_per_tok": 2,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    "gpt_oss": (
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        {**_DECODER, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4},
+    ),
     "phi3": ("Phi3ForCausalLM", "Phi3Config", {**_DECODER, "resid_pdrop": 0.0, "embd_pdrop": 0.0}),
     "gpt_neox": (
         "GPTNeoXForCausalLM",
@@ -137,7 +161,7 @@ def build(name: str, dtype: torch.dtype = torch.float64) -> torch.nn.Module:
     transformers.logging.set_verbosity_error()
     model_class, config_class, sizes = {**CASES, **OTHERS}[name]
     config = getattr(transformers, config_class)(**sizes)
-    if "num_local_experts" in sizes:
+    if "num_experts_per_tok" in sizes:
         config._experts_implementation = "eager"  # the grouped kernel has no float64
     torch.manual_seed(0)
     model = getattr(transformers, model_class)(config).to(dtype)
