@@ -47,6 +47,7 @@ LAYER = [
     Sample("nn.functional.rms_norm", (tensor(5, 3), (3,), tensor(3, seed=1))),
     Sample("nn.functional.rms_norm", (tensor(3, 2, 5), (2, 5)), {"eps": 1e-3}),
     Sample("nn.functional.rms_norm", (tensor(4, 1), (1,), tensor(1, seed=1))),
+    Sample("nn.functional.rms_norm", (torch.complex(tensor(3, 2), tensor(3, 2, seed=1)), (2,))),
 ]
 GROUP = [
     Sample("nn.functional.group_norm", (tensor(3, 4, 2), 2, *affine(4))),

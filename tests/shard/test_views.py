@@ -139,3 +139,43 @@ def test_views_in_place_change_layout_and_shape() -> None:
         x.resize_(12)
     with pytest.raises(RuntimeError, match=r"view on distributed tensors of global shape \(3, 4\).*invalid for input"):
         x.view(5, 5)
+
+
+@run_on_ranks(2)
+def test_what_is_written_without_counting() -> None:
+    """``inplace=True`` of functions, ``out=`` through an alias, and operators that give back what they were given."""
+    mesh = hp.init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
+    for name in ("elu", "celu", "relu", "hardsigmoid", "silu", "leaky_relu", "dropout"):
+        pending = hp.DTensor.from_local(tensor(4, 3), mesh, [hp.Partial()])
+        alias = pending.detach()
+        with pytest.raises(RuntimeError, match=f"{name}.? cannot write into a tensor .*call reduce_partial"):
+            getattr(torch.nn.functional, name)(pending, inplace=True)
+        del alias
+        leaf = hp.distribute_tensor(tensor(4, 3).requires_grad_(), mesh, [hp.Shard(0)])
+        summed = leaf.t() @ leaf  # a pending sum that nobody else has
+        assert summed.layout.has_partial
+        found = getattr(torch.nn.functional, name)(summed, inplace=True)
+        assert found is summed
+        if name != "dropout":
+            plain = tensor(4, 3).requires_grad_()
+            expected = getattr(torch.nn.functional, name)(plain.t() @ plain)
+            (expected * expected.detach()).sum().backward()
+            (found * found.detach()).sum().backward()
+            torch.testing.assert_close(found.full_tensor(), expected)
+            torch.testing.assert_close(leaf.grad.full_tensor(), plain.grad, msg=lambda text, n=name: f"{n}: {text}")
+        for layout in ([hp.Shard(0)], [hp.Replicate()]):
+            x = hp.distribute_tensor(tensor(4, 3), mesh, layout)
+            assert getattr(torch.nn.functional, name)(x, inplace=True) is x
+            if name != "dropout":
+                torch.testing.assert_close(x.full_tensor(), getattr(torch.nn.functional, name)(tensor(4, 3)))
+    a, b = (hp.distribute_tensor(tensor(*shape), mesh, [hp.Shard(0)]) for shape in ((4, 3), (2, 2)))
+    out = hp.distribute_tensor(torch.zeros(8, 6, dtype=torch.float64), mesh, [hp.Shard(1)])
+    assert torch.kron(a, b, out=out) is out
+    torch.testing.assert_close(out.full_tensor(), torch.kron(tensor(4, 3), tensor(2, 2)))
+    volume = hp.distribute_tensor(tensor(3, 2, 2, 2), mesh, [hp.Shard(0)])
+    for training in (True, False):
+        assert torch.nn.functional.dropout3d(volume, 0.5, training, inplace=True) is volume
+        assert tuple(volume.shape) == (3, 2, 2, 2)
+    assert volume.resize_((3, 2, 2, 2)) is volume and volume.resize_as_(volume) is volume
+    with pytest.raises(RuntimeError, match="resize_ would change the memory of a distributed tensor"):
+        volume.resize_(24)

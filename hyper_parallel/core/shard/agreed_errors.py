@@ -24,8 +24,7 @@ def with_agreed_errors(signature: Signature, host_only: bool = False) -> Signatu
     def run(call: LocalCall) -> Any:
         if inner is not None and (needed is None or needed(call)):
             return inner(call)
-        target = call.args if call.written is None else (call.written, *call.args[1:])
-        return call.func(*target, **call.kwargs)
+        return call.plain()
 
     def local(call: LocalCall) -> Any:
         if host_only and not str(block_tensors(call)[0].device).lower().startswith("cpu"):

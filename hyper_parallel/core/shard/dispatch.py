@@ -26,6 +26,7 @@ from hyper_parallel.core.shard.mixing import (
     MixedTensorsError,
     PendingWriteError,
     PlainScalarError,
+    finish_sum_in_place,
     plain_as_whole,
     replicating,
 )
@@ -100,7 +101,7 @@ def intercept(kind: type, func: Callable[..., Any], types: Any, args: Any = (), 
     except PlainScalarError:
         return intercept(kind, func, types, *plain_as_whole(args, kwargs))
     except PendingWriteError:
-        if not _finish_own_sum(func, args):
+        if not _finish_own_sum(func, args, kwargs):
             raise
         planned = _find_plan(func, args, kwargs)
         short = None
@@ -165,26 +166,22 @@ def _find_plan(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
         return plan_call(func, args, kwargs)
 
 
-def _finish_own_sum(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+def _finish_own_sum(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Do the pending sum of the tensor that ``func`` is about to write into, where nobody else can see it.
 
-    ``x.mean(0).clamp_(min=eps)`` is common in the framework's own optimizers: the tensor was made a moment ago. Not
-    when a graph knows its values, or another tensor shares its memory and would still be labelled as pending; and a
-    user's own write into a pending sum is an error.
+    ``x.mean(0).clamp_(min=eps)`` is common in the framework's own optimizers, ``F.relu(x, inplace=True)`` in models:
+    the tensor was made a moment ago. A user's own write into a pending sum, with ``x.relu_()``, is an error.
     """
+    tensor = args[0] if args else None
+    if not isinstance(tensor, DTensor):
+        return False
+    if kwargs.get("inplace") is True:
+        return finish_sum_in_place(tensor)
     caller = sys._getframe(2).f_globals.get("__name__", "")
     if caller.split(".")[0] not in ("torch", "mindspore"):
         return False
-    tensor = args[0] if args else None
-    if not isinstance(tensor, DTensor) or not _platform.get_op_name(func).endswith("_"):
-        return False
-    if tensor.requires_grad or not _platform.owns_memory(tensor):
-        return False
-    reduced = tensor.reduce_partial()
-    with _platform.no_grad():
-        _platform.fill_block(tensor, _platform.detached(reduced))
-    tensor._layout = reduced._layout
-    return True
+    is_write = _platform.get_op_name(func).endswith("_")
+    return is_write and not tensor.requires_grad and finish_sum_in_place(tensor)
 
 
 def _remember(table: dict[Any, Any], key: Any, value: Any) -> None:

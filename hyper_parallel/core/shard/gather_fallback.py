@@ -25,6 +25,7 @@ def run_gathered(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     gathered: dict[int, tuple[DTensor, Any, Any, Any]] = {}
     mesh: DeviceMesh | None = None
     name = _platform.get_op_name(func)
+    writes = name.endswith("_") or kwargs.get("inplace") is True
 
     def whole(value: Any) -> Any:
         nonlocal mesh
@@ -32,7 +33,7 @@ def run_gathered(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
             mesh = same_mesh(name, mesh, value)
             if id(value) not in gathered:
                 full = value.full_tensor()
-                full = _platform.copied(full) if value.layout.is_replicated else full
+                full = _platform.copied(full) if value.layout.is_replicated or writes else full
                 gathered[id(value)] = (value, full, *_platform.write_mark(full))
             return gathered[id(value)][1]
         refuse_plain(name, value)
@@ -51,12 +52,13 @@ def run_gathered(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
                 result = func(*plain_args, **plain_kwargs)
         else:
             result = func(*plain_args, **plain_kwargs)
-    written = {}
+    outs: list[int] = []  # written by what need not count: an operator may write through an alias
+    _platform.tree_map(lambda value: outs.append(id(value)), kwargs.get("out"))
+    same = {id(full): tensor for tensor, full, _, _ in gathered.values()}
     for tensor, full, version, history in gathered.values():
         if tuple(full.shape) != tuple(tensor.shape):  # an out= that was resized
             tensor.data = _whole(_platform.detached(full), mesh)
-            written[id(full)] = tensor
-        elif _platform.write_mark(full)[0] != version:
+        elif _platform.write_mark(full)[0] != version or id(tensor) in outs:
             cut = _whole(full, tensor.device_mesh).redistribute(tensor.device_mesh, tensor.layout)
             # Written without being recorded, as an embedding renormalises its table.
             if _platform.write_mark(full)[1] is history:
@@ -64,11 +66,10 @@ def run_gathered(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
                     _platform.fill_block(tensor, cut.to_local())
             else:
                 _platform.fill_block(tensor, cut.to_local())
-            written[id(full)] = tensor
 
     def distributed(value: Any) -> Any:
-        if id(value) in written:
-            return written[id(value)]
+        if id(value) in same:
+            return same[id(value)]
         if _platform.is_dense_tensor(value) and not isinstance(value, DTensor):
             return _whole(value, mesh)
         return value

@@ -28,6 +28,20 @@ class PendingWriteError(RuntimeError):
     """An in-place operator would have to change how the tensor it writes into lies."""
 
 
+def finish_sum_in_place(tensor: DTensor) -> bool:
+    """Do the pending sum of a tensor in its own memory, recorded; not (False) where another tensor shares the memory
+    and would still be labelled as pending, nor for a leaf whose gradient is asked for.
+    """
+    if not _platform.owns_memory(tensor) or (tensor.is_leaf and _platform.needs_grad(tensor)):
+        return False
+    reduced = tensor.reduce_partial()
+    _platform.fill_block(tensor, _platform.local_alias(reduced))
+    tensor._layout = reduced._layout
+    for remembered in ("_edges", "_gathered_from"):
+        tensor.__dict__.pop(remembered, None)
+    return True
+
+
 class _Replicating(threading.local):
     def __init__(self) -> None:
         self.depth = 0

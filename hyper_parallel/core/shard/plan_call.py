@@ -38,7 +38,7 @@ def plan_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         if not call.tensors[0].layout.has_partial:
             return None  # a dim that must be whole is cut: gathered, written and cut again
         layouts = ", ".join(str(spec.layout) for spec in call.tensors)
-        in_place = _is_in_place(call.name)
+        in_place = _is_in_place(call)
         raise PendingWriteError(
             f"{call.name} cannot write into a tensor under {call.tensors[0].layout}: the result would lie otherwise "
             f"(inputs: {layouts}). A pending reduction only passes through linear operators: call reduce_partial() "
@@ -67,11 +67,12 @@ def describe_call(
 
 def choose_for(call: OpCall, signature: Signature) -> Choice | None:
     """The cheapest choice for a call; None when a tensor that it writes into would have to lie otherwise."""
-    return choose(call, signature, 0 if _is_in_place(call.name) else signature.writes)
+    return choose(call, signature, 0 if _is_in_place(call) else signature.writes)
 
 
-def _is_in_place(name: str) -> bool:
-    return name.endswith("_") and not name.endswith("__")
+def _is_in_place(call: OpCall) -> bool:
+    """Whether it writes into its first argument: by its name, or as it is asked to (``F.relu(x, inplace=True)``)."""
+    return (call.name.endswith("_") and not call.name.endswith("__")) or call.kwargs.get("inplace") is True
 
 
 def _collect(name: str, values: Any, keys: Any, paths: list[Path], found: list[DTensor], prefix: Path = ()) -> None:
@@ -174,7 +175,7 @@ class PlannedCall:
         self.paths = paths
         self.choice = choice
         self.local = signature.local
-        self.writes = signature.writes is not None or _is_in_place(name)
+        self.writes = signature.writes is not None or _is_in_place(call)
         self.shapes = tuple(spec.shape for spec in call.tensors)
         # (path, wanted layout, axes to vary along, whether it must move) of the arguments that do not go in as they are
         self.changes = [
@@ -254,7 +255,7 @@ class PlannedCall:
     def _run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.local is None:
             return self.wrap(func, args, kwargs)
-        written = args[0] if self.writes else None
+        written = None if not self.writes else args[0] if args else kwargs["input"]
         call = self._local_call(func, *_platform.blocks_of(args, kwargs, self.gives_nothing), written)
         local = self.local
         return self.wrap(lambda *a, **k: because(f"inside {self.name}", local, call), (), {})

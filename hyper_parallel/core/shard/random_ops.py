@@ -7,6 +7,7 @@ from typing import Any
 from hyper_parallel.core.dtensor import random_state
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
 from hyper_parallel.core.dtensor.random_fill import fill_random_, random_block
+from hyper_parallel.core.shard.mixing import PendingWriteError, finish_sum_in_place
 from hyper_parallel.platform import get_platform
 
 
@@ -46,6 +47,11 @@ def dropout(tensor: DTensor, p: float = 0.5, training: bool = True, inplace: boo
         raise ValueError(f"dropout: p must be between 0 and 1, got {p}")
     if not training or p == 0.0:
         return tensor
+    if inplace and tensor.layout.has_partial and not finish_sum_in_place(tensor):
+        raise PendingWriteError(
+            f"dropout cannot write into a tensor under {tensor.layout}: a pending reduction only passes through linear "
+            "operators, and another tensor shares its memory: call reduce_partial() first, or leave inplace=True out"
+        )
     tensor = tensor if not tensor.layout.has_partial else tensor.reduce_partial()
     mask = _keep_mask(tensor, 1.0 - p)
     scale = 0.0 if p == 1.0 else 1.0 / (1.0 - p)

@@ -65,6 +65,12 @@ class LocalCall:
     # ``.shape`` is global; the block in ``args`` is an alias that need not share its gradient history.
     written: Any = None
 
+    def plain(self) -> Any:
+        """The function as it is called; what it writes into is the tensor itself."""
+        if self.written is None:
+            return self.func(*self.args, **self.kwargs)
+        return self.func(self.written, *self.args[1:], **self.kwargs)
+
     def local_output_shape(self, index: int = 0) -> Shape:
         """The shape of this rank's block of an output."""
         return self.outputs[index].local_shape(self.output_shapes[index])

@@ -21,7 +21,7 @@ from hyper_parallel.core.shard.rules.cut_letters import (
     sum_over,
     varied,
 )
-from hyper_parallel.core.shard.signature import Labels, LocalCall, OpCall, Signature, letters
+from hyper_parallel.core.shard.signature import Labels, LocalCall, OpCall, Signature, letters, without
 from hyper_parallel.platform import get_platform
 
 _platform = get_platform()
@@ -106,9 +106,14 @@ def _affine(result: Any, weight: Any, bias: Any, shape: Sequence[int], dtype: An
 # ---------------------------------------------------------------- over the last dims
 
 
-@rule("layer_norm", "rms_norm")
+@rule("layer_norm")
 def layer_norm(call: OpCall) -> Signature:
-    return _over_last_dims(call, _layer_norm if call.name == "layer_norm" else _rms_norm)
+    return _over_last_dims(call, _layer_norm)
+
+
+@rule("rms_norm", by_dtype=True)
+def rms_norm(call: OpCall) -> Signature:
+    return _over_last_dims(call, _rms_norm)
 
 
 def _over_last_dims(call: OpCall, local: Callable[[LocalCall], Any]) -> Signature:
@@ -117,6 +122,9 @@ def _over_last_dims(call: OpCall, local: Callable[[LocalCall], Any]) -> Signatur
     normalised = (
         labels[ndim - len(call.args[1]) :] if len(call.args) > 1 else labels[-len(call.kwargs["normalized_shape"]) :]
     )
+    if _platform.dtype_name(call.tensors[0].dtype).startswith("complex"):  # our gradient is that of real numbers
+        labels = without(labels, range(ndim - len(normalised), ndim))
+        normalised = (None,) * len(normalised)
     inputs = (labels, *(normalised,) * (len(call.tensors) - 1))
     return Signature(inputs, (labels,), local=local, needs_local=lambda planned: is_cut(planned, normalised))
 

@@ -65,8 +65,7 @@ def with_checked_positions(
         check_positions(call, index, call.inputs[number], -size if wraps else low, size, error)
         if inner is not None and (needed is None or needed(call)):
             return inner(call)
-        target = call.args if call.written is None else (call.written, *call.args[1:])
-        return call.func(*target, **call.kwargs)
+        return call.plain()
 
     def is_needed(call: LocalCall) -> bool:
         is_cut = any(call.inputs[number].cuts) or any(call.inputs[source].cuts[dim : dim + 1])

@@ -286,8 +286,7 @@ def _writing(call: OpCall, inputs: list[Labels], dim: int, names: tuple[str, ...
 
 def _write_rows(call: LocalCall, dim: int, names: tuple[str, ...]) -> Any:
     if not call.inputs[0].cuts[dim]:
-        target = call.args[0] if call.written is None else call.written
-        return call.func(target, *call.args[1:], **call.kwargs)
+        return call.plain()
     bound = _bound(call, *names)
     block, index = bound.pop("input"), bound.pop("index")
     offset = call.inputs[0].local_offset(call.input_shapes[0])[dim]

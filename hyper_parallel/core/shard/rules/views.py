@@ -211,9 +211,18 @@ def _squeeze_(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     return _become(tensor, [dim for dim in range(len(shape)) if dim not in dropped])
 
 
+def _new_sizes(rest: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The sizes that ``resize_`` or ``resize_as_`` is asked for."""
+    if rest and _platform.is_tensor(rest[0]):
+        return tuple(rest[0].shape)
+    return tuple(rest[0]) if rest and isinstance(rest[0], (list, tuple)) else rest
+
+
 def _cannot_be_changed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = _platform.get_op_name(func)
     tensor = args[0] if args and isinstance(args[0], DTensor) else kwargs.get("self")
+    if name in ("resize_", "resize_as_") and tensor is not None and _new_sizes(args[1:]) == tuple(tensor.shape):
+        return tensor
     where = "" if tensor is None else f" of global shape {tuple(tensor.shape)} under {tensor.layout}"
     raise RuntimeError(
         f"{name} would change the memory of a distributed tensor{where} behind its layout; make a new tensor with "
