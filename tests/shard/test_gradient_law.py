@@ -1,5 +1,7 @@
 """What the gradient law costs: counted with CommRecorder."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -109,3 +111,17 @@ def test_mistakes_are_named() -> None:
             attempt()
         assert all(word in str(caught.value) for word in words), str(caught.value)
     assert (x + torch.tensor(1.0)).placements == (hp.Shard(0),)
+
+
+@run_on_ranks(2, 4)
+def test_what_was_redistributed_can_be_written_in_place():
+    mesh = hp.init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    whole = torch.arange(24.0, dtype=torch.float64).reshape(4, 6)
+    for source, target in itertools.permutations((hp.Replicate(), hp.Shard(0), hp.Shard(1), hp.Partial()), 2):
+        x = hp.distribute_tensor(whole, mesh, [source]).requires_grad_()
+        y = (x * 1).redistribute(mesh, [target])
+        y *= 3
+        y.square().sum().backward()
+        torch.testing.assert_close(y.detach().full_tensor(), 3 * whole)
+        torch.testing.assert_close(x.detach().full_tensor(), whole)
+        torch.testing.assert_close(x.grad.full_tensor(), 18 * whole)

@@ -62,7 +62,8 @@ class Redistribute(_platform.Function):  # type: ignore[misc, name-defined]
         """With ``in_flight`` the move is only launched: its handle goes there, the result is memory to be filled."""
         ctx.edge = (source, target, shape)
         if in_flight is None:
-            return move(_platform.detached(tensor), source, target, shape)
+            # What is moved may be a view of a larger buffer; as a view it could not be written to in place.
+            return _platform.detached(move(_platform.detached(tensor), source, target, shape))
         in_flight.append(launch_move(_platform.detached(tensor), source, target, shape))
         return unset_block(tensor, target, shape)
 
@@ -84,7 +85,7 @@ class Spread(_platform.Function):  # type: ignore[misc, name-defined]
     @staticmethod
     def forward(ctx: Any, tensor: Any, source: Layout, target: Layout, axis: int, shape: Shape) -> Any:
         ctx.edge = (target.mesh, target.partials[axis], axis)
-        return move(_platform.detached(tensor), source, target, shape)
+        return _platform.detached(move(_platform.detached(tensor), source, target, shape))
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
@@ -141,7 +142,8 @@ def redistribute_with_grad(
         return tensor
     if not _platform.needs_grad(tensor):
         if in_flight is None:
-            return move(_platform.detached(tensor), source, target, shape)
+            # What is moved may be a view of a larger buffer; as a view it could not be written to in place.
+            return _platform.detached(move(_platform.detached(tensor), source, target, shape))
         in_flight.append(launch_move(_platform.detached(tensor), source, target, shape))
         return unset_block(tensor, target, shape)
     if source.has_partial or target.has_partial:
