@@ -198,17 +198,24 @@ def show(
         typer.echo(json.dumps({"kind": source.kind, "tensors": entries, "objects": objects}, indent=2))
         return
     total = _size(sum(one["bytes"] for one in entries))
-    typer.echo(f"{place}: {source.kind}, {len(entries)} tensors ({total}), {len(objects)} objects")
+    counts = f"{_counted(len(entries), 'tensor')} ({total}), {_counted(len(objects), 'object')}"
+    typer.echo(f"{place}: {source.kind}, {counts}")
     rows = [
-        [f"  {e['name']}", f"{e['dtype']}{e['shape']}", _size(e["bytes"]), _chunks(e["chunks"]), e["layout"] or ""]
+        [
+            f"  {e['name']}",
+            f"{e['dtype']}{e['shape']}",
+            _size(e["bytes"]),
+            _counted(e["chunks"], "chunk"),
+            e["layout"] or "",
+        ]
         for e in entries
     ]
     _print_table(rows)
     _print_table([[f"  {one['name']}", one["encoding"], _size(one["bytes"]), one["value"]] for one in objects])
 
 
-def _chunks(count: int) -> str:
-    return f"{count} chunk" if count == 1 else f"{count} chunks"
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def _fits(name: str, pattern: str | None) -> bool:
@@ -309,6 +316,8 @@ def _rules(mapping: Path | None) -> Any:
         return None
     try:
         return json.loads(mapping.read_text())
+    except FileNotFoundError:
+        raise FileNotFoundError(f"there is no file '{mapping}' with a mapping") from None
     except ValueError as error:
         raise ValueError(f"'{mapping}' is not JSON: {error}") from None
 
@@ -365,15 +374,16 @@ def convert(
             if max_file_size is not None:
                 options["max_file_bytes"] = max_file_size
             if to is Kind.hugging_face:
-                rewrite.write_folder(selection, destination, **options)
+                written = rewrite.write_folder(selection, destination, **options)
             else:
                 objects = "skip" if skip_objects else "pickle" if allow_pickle else "plain"
-                rewrite.write_checkpoint(selection, destination, objects=objects, **options)
+                written = rewrite.write_checkpoint(selection, destination, objects=objects, **options)
     if to is Kind.hugging_face and selection.object_names and not skip_objects:
         typer.echo(
-            f"left out {len(selection.object_names)} objects: a Hugging Face folder holds tensors only", err=True
+            f"left out {_counted(len(selection.object_names), 'object')}: a Hugging Face folder holds tensors only",
+            err=True,
         )
-    typer.echo(f"{destination}: {len(selection.tensors)} tensors written")
+    typer.echo(f"{destination}: {_counted(written, 'tensor')} written")
 
 
 @app.command("reshard")
@@ -397,8 +407,8 @@ def reshard(
             cuts = rewrite.Cuts(_mesh(mesh), dict(_cut(text) for text in cut or ()))
             options = {} if max_file_size is None else {"max_file_bytes": max_file_size}
             selection = rewrite.Selection(opened)
-            rewrite.write_checkpoint(selection, destination, cuts=cuts, progress=progress, **options)
-    typer.echo(f"{destination}: {len(selection.tensors)} tensors written")
+            written = rewrite.write_checkpoint(selection, destination, cuts=cuts, progress=progress, **options)
+    typer.echo(f"{destination}: {_counted(written, 'tensor')} written")
 
 
 def _mesh(text: str) -> dict[str, int]:

@@ -187,11 +187,28 @@ def test_mappings_on_the_way(tmp_path):
     _assert_same(_load_ours(tmp_path / "c"), expected)
     _run("convert", tmp_path / "c", tmp_path / "again", "--to", "hugging-face", "--mapping", tmp_path / "rules.json")
     _assert_same(load_file(tmp_path / "again" / "model.safetensors"), files)
-    (tmp_path / "rules.json").write_text("[")
-    assert "is not JSON" in _run(
+    for text, said in (("[", "is not JSON"), ('{"files": "a"}', "a mapping is a list of rules, got {'files'")):
+        (tmp_path / "rules.json").write_text(text)
+        assert said in _run("convert", tmp_path / "c", tmp_path / "x", "--mapping", tmp_path / "rules.json", status=2)
+    (tmp_path / "rules.json").unlink()
+    assert "there is no file" in _run(
         "convert", tmp_path / "c", tmp_path / "x", "--mapping", tmp_path / "rules.json", status=2
     )
+    assert "is a URL" in _run("convert", tmp_path / "c", "memory://x", "--to", "hugging-face", status=2)
     assert not (tmp_path / "x").exists()
+
+    # What is written is counted, not what is read; and a prefix must leave all names different.
+    save_file({"qkv": torch.arange(12.0).reshape(6, 2)}, tmp_path / "hub" / "model.safetensors")
+    (tmp_path / "rules.json").write_text('[{"files": "qkv", "ours": ["q", "k", "v"], "join": 0}]')
+    mapping = ["--mapping", tmp_path / "rules.json"]
+    assert "3 tensors written" in _run("convert", tmp_path / "hub", tmp_path / "split", *mapping)
+    assert "1 tensor written" in _run(
+        "convert", tmp_path / "split", tmp_path / "back", "--to", "hugging-face", *mapping
+    )
+    assert _run("diff", tmp_path / "hub", tmp_path / "back") == "no differences\n"
+    ckpt.save({"a.x": torch.ones(1), "x": torch.zeros(1)}, checkpoint_id=tmp_path / "two", no_dist=True)
+    refused = _run("convert", tmp_path / "two", tmp_path / "x", "--strip", "a.", status=2)
+    assert "without 'a.' two names are the same: a.x and others" in refused
 
 
 class _Anything:
@@ -245,6 +262,14 @@ def test_from_torch(tmp_path, worlds):
     assert "is missing" in _run("verify", tmp_path / "torch", status=1)
 
     world.run(_save_torch, tmp_path / "unsafe", True)
+    whole = {path: path.read_bytes() for path in (tmp_path / "unsafe").glob("*.distcp")}
+    for path, content in whole.items():
+        path.write_bytes(content.replace(b"PK", b"XX"))
+    problems = _run("verify", tmp_path / "unsafe", status=1)
+    assert "cannot be loaded: BadZipFile" in problems and "is not a tensor that torch wrote: BadZipFile" in problems
+    for path, content in whole.items():
+        path.write_bytes(content)
+    assert "no checksums" in _run("verify", tmp_path / "unsafe")
     refused = _run("convert", tmp_path / "unsafe", tmp_path / "x", status=2)
     assert "objects that are more than plain data: 'thing'" in refused and "--allow-pickle" in refused
     assert not (tmp_path / "x").exists()
@@ -318,6 +343,7 @@ def test_reshard(tmp_path, worlds):
         (["--mesh", "dp=2", "--cut", "**=tp"], "names the axis 'tp'; the mesh has dp"),
         (["--mesh", "dp=2", "--cut", "model.bias=dp,None"], "gives 2 dims, and 'model.bias' has shape"),
         (["--mesh", "dp=2", "--cut", "**=dp,dp"], "uses an axis twice"),
+        (["--mesh", "dp=2", "--cut", "model.basi=dp"], "no tensor fits the cut of 'model.basi'; there are model."),
         (["--mesh", "dp=0"], "of size 1 or more"),
     ):
         assert said in _run("reshard", tmp_path / "c", tmp_path / "x", *arguments, status=2)

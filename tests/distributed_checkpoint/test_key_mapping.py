@@ -147,11 +147,39 @@ def test_stack_and_join(stack, join):
         ({"files": "a", "ours": "b", "stack": 0}, "'stack' goes with {n}"),
         ({"files": "a", "ours": "b", "groups": 2}, "'groups' is a count that goes with 'join'"),
         ({"files": "a", "ours": "b", "drop": True}, "a rule that drops has nothing but"),
+        ("a", "rule 0 of the mapping, 'a': unknown a; a rule has"),
+        ({"files": 1, "ours": "b"}, "'files' must be a name or a list"),
+        ({"files": "a", "ours": "b", "transpose": "10"}, "'transpose' must be a list of dims"),
+        ({"files": ["a", "b"], "ours": "c", "join": "0"}, "'join' must be a dim, 0 or more"),
+        ({"files": ["a", "b"], "ours": "c", "join": -1}, "'join' must be a dim, 0 or more"),
+        ({"files": ["a", "b"], "ours": "c", "join": 0, "sizes": [0, 0]}, "'sizes' must be a list of sizes"),
+        ({"files": ["a", "b"], "ours": "c", "join": 0, "groups": 0}, "'groups' must be a count"),
     ],
 )
 def test_wrong_rules(rule, said):
     with pytest.raises(ValueError, match=said):
         KeyMapping([rule])
+
+
+@pytest.mark.parametrize("rules", [{"files": "a", "ours": "b"}, "a", 3])
+def test_what_is_no_list_of_rules(rules):
+    with pytest.raises(ValueError, match="a mapping is a list of rules, got"):
+        KeyMapping(rules)
+
+
+@pytest.mark.parametrize(
+    ("rule", "files", "ours"),
+    [
+        ({"files": ["q", "k"], "ours": "qk", "join": 2}, ("q", "k"), ("qk",)),
+        ({"files": "e.{n}", "ours": "e", "stack": 3}, ("e.0", "e.1"), ("e",)),
+    ],
+)
+def test_dims_that_there_are_not(rule, files, ours):
+    mapping, shaped = KeyMapping([rule]), ((4, 4), "float32")
+    key = "join" if "join" in rule else "stack"
+    for function, names in ((mapping.from_files, files), (mapping.to_files, ours)):
+        with pytest.raises(ValueError, match=rf"'{key}' names a dim that there is not: '.*' has shape \(4, 4\)"):
+            function(dict.fromkeys(names, shaped))
 
 
 def test_files_that_do_not_fit_the_rules():

@@ -23,6 +23,7 @@ from hyper_parallel.core.distributed_checkpoint.key_mapping import Piece
 from hyper_parallel.core.distributed_checkpoint.metadata import dtype_size
 from hyper_parallel.core.distributed_checkpoint.safetensors_folder import INDEX_FILE, SINGLE_FILE, raw_dtype
 from hyper_parallel.core.distributed_checkpoint.shard_file import DTYPE_OF_SAFETENSORS_NAME
+from hyper_parallel.core.distributed_checkpoint.storage import local_path, storage_for
 
 Shape = tuple[int, ...]
 
@@ -167,6 +168,13 @@ def _shards(num_bytes: Mapping[str, int], max_bytes: int) -> Iterator[list[str]]
         group.append(name)
         size += length
     yield group
+
+
+def folder_path(folder: str | os.PathLike[str]) -> Path:
+    """Where a folder is; it must be one of a file system."""
+    if storage_for(folder) != "filesystem":
+        raise ValueError(f"weights are written to a folder, and '{os.fspath(folder)}' is a URL; copy the folder there")
+    return Path(os.path.abspath(local_path(folder)))
 
 
 def create_file(path: Path, plan: FolderPlan, number: int) -> int:

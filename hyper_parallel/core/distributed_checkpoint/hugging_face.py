@@ -21,6 +21,7 @@ from hyper_parallel.core.distributed_checkpoint.folder_files import (
     commit_folder,
     create_file,
     fill_box,
+    folder_path,
     write_at,
 )
 from hyper_parallel.core.distributed_checkpoint.key_mapping import KeyMapping, Mapped, Piece
@@ -165,7 +166,7 @@ def save_hugging_face(
     written by one of the ranks. A tied tensor is written under its first name. An older set of weights in the folder is
     replaced as a whole.
     """
-    target = Path(os.path.abspath(folder))
+    target = folder_path(folder)
     agreement = _agreement(no_dist)
     tensors = _untied(state_dict)
     known = {name: (tuple(value.shape), _dtype_of(value)) for name, value in tensors.items()}

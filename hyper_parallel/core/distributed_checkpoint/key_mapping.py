@@ -95,6 +95,8 @@ class KeyMapping:
     """A checked list of rules; see the top of this file."""
 
     def __init__(self, rules: Iterable[Mapping[str, Any]] = ()) -> None:
+        if isinstance(rules, (Mapping, str)) or not isinstance(rules, Iterable):
+            raise ValueError(f"a mapping is a list of rules, got {rules!r}")
         self.rules = [_Rule(number, rule) for number, rule in enumerate(rules)]
 
     @classmethod
@@ -134,15 +136,16 @@ class KeyMapping:
 class _Rule:
     def __init__(self, number: int, rule: Mapping[str, Any]) -> None:
         self.number = number
-        self.where = f"rule {number} of the mapping, {dict(rule)!r}"
+        self.where = f"rule {number} of the mapping, {rule!r}"
         if not isinstance(rule, Mapping) or not _KEYS.issuperset(rule):
             unknown = sorted(set(rule) - _KEYS) if isinstance(rule, Mapping) else rule
             raise ValueError(f"{self.where}: unknown {unknown}; a rule has {', '.join(sorted(_KEYS))}")
         self.drop = bool(rule.get("drop", False))
         self.names = {"files": self._list(rule, "files"), "ours": [] if self.drop else self._list(rule, "ours")}
+        self._check_numbers(rule)
         self.transpose = tuple(rule["transpose"]) if rule.get("transpose") is not None else None
         self.join, self.stack = rule.get("join"), rule.get("stack")
-        self.groups = int(rule.get("groups", 1))
+        self.groups = rule.get("groups", 1)
         self.patterns = {side: [_pattern(name) for name in names] for side, names in self.names.items()}
         many = max(self.names.values(), key=len)
         self.sizes = list(rule["sizes"]) if rule.get("sizes") is not None else [1] * len(many)
@@ -151,9 +154,22 @@ class _Rule:
     def _list(self, rule: Mapping[str, Any], side: str) -> list[str]:
         names = rule.get(side)
         names = [names] if isinstance(names, str) else names
-        if not names or not all(isinstance(name, str) for name in names):
+        if not names or not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
             raise ValueError(f"{self.where}: {side!r} must be a name or a list of names")
         return list(names)
+
+    def _check_numbers(self, rule: Mapping[str, Any]) -> None:
+        for key in ("join", "stack", "groups"):
+            value = rule.get(key)
+            if value is not None and (type(value) is not int or value < (key == "groups")):
+                raise ValueError(
+                    f"{self.where}: {key!r} must be {'a count' if key == 'groups' else 'a dim, 0 or more'}"
+                )
+        for key in ("transpose", "sizes"):
+            value = rule.get(key)
+            is_list = isinstance(value, Sequence) and all(type(one) is int and one >= 0 for one in value)
+            if value is not None and not (is_list and (key == "transpose" or sum(value) > 0)):
+                raise ValueError(f"{self.where}: {key!r} must be a list of {'dims' if key == 'transpose' else 'sizes'}")
 
     def _check(self, rule: Mapping[str, Any], many: list[str]) -> None:
         if self.drop:
@@ -232,10 +248,16 @@ class _Rule:
             return 1
         if self.stacked_side == other:
             return max(index for _, index in names) + 1
+        for name in names.values():
+            self._require_dim("stack", self.stack, name, known[name][0], len(known[name][0]))
         shapes = {known[name][0][self.stack] for name in names.values()}
         if len(shapes) > 1:
             raise ValueError(f"{self.where}: tensors with different numbers of parts: {shapes}")
         return shapes.pop()
+
+    def _require_dim(self, key: str, dim: int, name: str, shape: Shape, end: int) -> None:
+        if dim >= end:
+            raise ValueError(f"{self.where}: {key!r} names a dim that there is not: '{name}' has shape {shape}")
 
     # A part is the common unit of both sides: one of the joined tensors, one of the stacked, in the order of our dims.
     def _part_shapes(self, side: str, shapes: dict, count: int, names: dict) -> list[Shape]:
@@ -250,6 +272,11 @@ class _Rule:
                         f"{self.where}: '{names[number, index]}' has shape {shape}, which cannot be turned"
                     )
                 part = [part[dim] for dim in self.transpose]
+            name = names[number, index]
+            if self.join is not None:
+                self._require_dim("join", self._join_dim(), name, shape, len(part))
+            if self.stack is not None:
+                self._require_dim("stack", self.stack, name, shape, len(part) + 1)
             if found.setdefault(number, tuple(part)) != tuple(part):
                 raise ValueError(f"{self.where}: the tensors to stack have different shapes: {sorted(shapes.values())}")
         if self.joined_side != side:

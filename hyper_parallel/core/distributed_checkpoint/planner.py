@@ -79,6 +79,8 @@ class WriteItem:
 
 
 def _of(tensor_data: Any, name: str) -> Any:
+    if type(tensor_data) is TensorWriteData:  # first, since it is quick to tell
+        return getattr(tensor_data, name)
     return tensor_data[name] if isinstance(tensor_data, Mapping) else getattr(tensor_data, name)
 
 

@@ -8,7 +8,6 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +22,7 @@ from hyper_parallel.core.distributed_checkpoint.folder_files import (
     commit_folder,
     create_file,
     fill_box,
+    folder_path,
     write_at,
 )
 from hyper_parallel.core.distributed_checkpoint.index_file import (
@@ -54,11 +54,12 @@ class Selection:
         patterns = [name_pattern(pattern) for pattern in only]
 
         def taken(names: Iterable[str]) -> dict[str, str]:
-            return {
-                name.removeprefix(strip): name
-                for name in names
-                if not patterns or any(pattern.fullmatch(name) for pattern in patterns)
-            }
+            chosen = [name for name in names if not patterns or any(pattern.fullmatch(name) for pattern in patterns)]
+            by_new_name = {name.removeprefix(strip): name for name in chosen}
+            lost = sorted(set(chosen) - set(by_new_name.values()))
+            if lost:
+                raise ValueError(f"without '{strip}' two names are the same: {', '.join(lost)} and others")
+            return by_new_name
 
         known = source.known()
         self.tensors = taken(known)
@@ -131,6 +132,15 @@ class Cuts:
             if 0 not in sizes:
                 yield (tuple(offsets), tuple(sizes)), rank
 
+    def check_used(self, names: Iterable[str]) -> None:
+        """Raise if a pattern fits none of the names."""
+        names = list(names)
+        idle = [pattern for pattern, compiled, _ in self._patterns if not any(map(compiled.fullmatch, names))]
+        if idle:
+            raise ValueError(
+                f"no tensor fits the cut of {', '.join(map(repr, idle))}; there are {', '.join(names[:20])}"
+            )
+
     def layout(self, axes: tuple[tuple[int, ...], ...]) -> dict[str, Any]:
         """As ``Layout.to_dict`` has it."""
         return {
@@ -182,10 +192,15 @@ def write_checkpoint(
     max_file_bytes: int = DATA_FILE_BYTES,
     objects: str = "plain",
     progress: Progress | None = None,
-) -> None:
-    """Write a checkpoint of our kind. ``objects``: "plain" data only, "pickle" where needed too, or "skip" them."""
+) -> int:
+    """Write a checkpoint of our kind; the number of tensors in it.
+
+    ``objects``: "plain" data only, "pickle" where needed too, or "skip" them.
+    """
     source = selection
     mapped = KeyMapping.of(mapping).from_files(source.known())
+    if cuts is not None:
+        cuts.check_used(mapped.our_shapes)
     pieces = mapped.by_our_name()
     layouts: list[dict[str, Any]] = []
     index = CheckpointIndex(layouts=layouts, world_size=1 if cuts is None else math.prod(cuts.shape))
@@ -201,7 +216,7 @@ def write_checkpoint(
             if layout not in layouts:
                 layouts.append(layout)
             number = layouts.index(layout)
-        elif cuts is None and _same_name(pieces[name]):
+        elif cuts is None and _is_as_it_was(pieces[name], source):
             boxes = [(box, 0) for box in source.boxes(pieces[name][0].file_name) if 0 not in box[1]]
         else:
             boxes = [] if 0 in shape else [(((0,) * len(shape), shape), 0)]
@@ -214,11 +229,16 @@ def write_checkpoint(
         chunks += [_Chunk(name, part, owner) for part, owner in parts]
     encoded = _encoded_objects(selection, objects)
     _write_chunks(source, mapped.our_dtypes, pieces, index, chunks, encoded, destination, max_file_bytes, progress)
+    return len(index.tensors)
 
 
-def _same_name(pieces: Sequence[Piece]) -> bool:
-    """Whether a tensor of ours is one of the files, as it is."""
-    return len(pieces) == 1 and pieces[0].dims == tuple(range(len(pieces[0].file_offsets)))
+def _is_as_it_was(pieces: Sequence[Piece], source: Selection) -> bool:
+    """Whether a tensor of ours is one of the source's, whole and not turned."""
+    if len(pieces) != 1:
+        return False
+    (piece,) = pieces
+    shape = source.known()[piece.file_name][0]
+    return piece.dims == tuple(range(len(shape))) and piece.our_sizes == shape
 
 
 def _encoded_objects(selection: Selection, objects: str) -> dict[str, tuple[bytes, str]]:
@@ -327,7 +347,7 @@ def _staged(
         data, encoding = objects[item]
         return StagedItem(MetadataIndex(item), "uint8", (len(data),), data, encoding)
     offsets, sizes = item.box
-    if _same_name(pieces[item.name]):
+    if _is_as_it_was(pieces[item.name], source):
         array = source.view(pieces[item.name][0].file_name, offsets, sizes)
     else:
         array = np.empty(sizes, RAW_DTYPES[dtype_size(dtypes[item.name])])
@@ -347,13 +367,16 @@ def write_folder(
     mapping: Any = None,
     max_file_bytes: int = DEFAULT_SHARD_BYTES,
     progress: Progress | None = None,
-) -> None:
-    """Write the tensors into a folder in the form of the Hugging Face hub; objects have no place there."""
+) -> int:
+    """Write the tensors into a folder in the form of the Hugging Face hub; the number of tensors in it.
+
+    Objects have no place there.
+    """
     mapped = KeyMapping.of(mapping).to_files(selection.known())
     if not mapped.file_shapes:
         raise ValueError(f"there are no tensors to write in '{selection.source.path}'")
     plan = FolderPlan(mapped.file_shapes, mapped.file_dtypes, max_file_bytes)
-    target = Path(os.path.abspath(destination))
+    target = folder_path(destination)
     target.parent.mkdir(parents=True, exist_ok=True)
     aside = target.parent / f".{target.name}.saving"
     shutil.rmtree(aside, ignore_errors=True)
@@ -377,6 +400,7 @@ def write_folder(
         commit_folder(aside, target, plan)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+    return len(plan.entries)
 
 
 class _Boxes:

@@ -11,6 +11,8 @@ import numpy as np
 from hyper_parallel.core.distributed_checkpoint.chunks import (
     Box,
     ObjectSpec,
+    Ranks,
+    Shape,
     Spec,
     Specs,
     TensorSpec,
@@ -67,12 +69,17 @@ def spec_of(name: str, leaf: Leaf, verb: str) -> Spec:
 
 def local_box(spec: TensorSpec, rank: int) -> Box:
     """The part of a tensor that ``rank`` holds; empty outside of its mesh."""
-    for layout in spec.layouts:
+    return _local_box(spec.shape, spec.layouts, spec.holders, rank)
+
+
+@functools.lru_cache(maxsize=4096)
+def _local_box(shape: Shape, layouts: tuple[Any, ...], holders: Ranks | None, rank: int) -> Box:
+    for layout in layouts:
         if rank in layout.mesh.rank_list:
-            sizes, offsets = layout.local_region(spec.shape, layout.mesh.coordinate_of(rank))
+            sizes, offsets = layout.local_region(shape, layout.mesh.coordinate_of(rank))
             return offsets, sizes
-    whole = not spec.layouts and (spec.holders is None or rank in spec.holders)
-    return (0,) * len(spec.shape), spec.shape if whole else (0,) * len(spec.shape)
+    whole = not layouts and (holders is None or rank in holders)
+    return (0,) * len(shape), shape if whole else (0,) * len(shape)
 
 
 class StandardSavePlanner(SavePlanner):

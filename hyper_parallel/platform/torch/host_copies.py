@@ -28,7 +28,7 @@ _one_at_a_time = threading.Lock()
 
 def is_in_host_memory(tensor: torch.Tensor) -> bool:
     """Whether the bits of the tensor (of a DTensor: of its block) are where the host can look at them."""
-    return detached(tensor).device.type in ("cpu", "meta")
+    return tensor.device.type in ("cpu", "meta")
 
 
 def copy_raw_to_host(copies: Iterable[tuple[torch.Tensor, np.ndarray[Any, Any]]]) -> None:
