@@ -78,3 +78,13 @@ def test_channels_are_cut_without_communication() -> None:
         assert torch.nn.functional.max_pool2d(hidden, 2).placements == (hp.Shard(1),)
         assert torch.nn.functional.conv2d(hidden, narrow).placements == (hp.Partial(),)
     assert not recorder.records
+
+
+@run_on_ranks(2)
+def test_sizes_that_are_refused_are_refused_on_every_rank() -> None:
+    mesh = hp.init_device_mesh("cpu", (2,))
+    x = hp.distribute_tensor(tensor(1, 1, 4, 4), mesh, [hp.Shard(1)])  # the second rank has nothing
+    weight = hp.distribute_tensor(tensor(1, 1, 2, 2), mesh, [hp.Shard(1)])
+    for options in ({"padding": -1}, {"padding": (0, -1)}, {"dilation": 0}, {"stride": 0}, {"groups": 0}):
+        with pytest.raises(RuntimeError, match=r"conv2d|not supported|greater than zero"):
+            torch.nn.functional.conv2d(x, weight, **options)

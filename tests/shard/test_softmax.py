@@ -86,3 +86,22 @@ def test_a_dim_that_does_not_exist() -> None:
     x = hp.distribute_tensor(tensor(5, 3), mesh, [hp.Shard(0)])
     with pytest.raises(IndexError, match="dim 2 is out of range for a distributed tensor of 2 dims"):
         torch.softmax(x, 2)
+
+
+@run_on_ranks(2)
+def test_complex_numbers() -> None:
+    """What has no order: a sum of exponentials by rows, and values that are drawn."""
+    mesh = hp.init_device_mesh("cpu", (2,))
+    plain = torch.complex(tensor(5, 3), tensor(5, 3, seed=1)).requires_grad_()
+    expected = plain.logsumexp(0)
+    expected.abs().sum().backward()
+    for layout in ([hp.Shard(0)], [hp.Shard(1)], [hp.Replicate()], [hp.Partial()]):
+        ours = hp.distribute_tensor(plain.detach().clone().requires_grad_(), mesh, layout)
+        found = ours.logsumexp(0)
+        found.abs().sum().backward()
+        torch.testing.assert_close(found.full_tensor(), expected)
+        torch.testing.assert_close(ours.grad.full_tensor(), plain.grad)
+        with torch.no_grad():
+            for drawn in (torch.randn_like(ours), torch.rand_like(ours), ours.clone().reduce_partial().normal_()):
+                whole = drawn.full_tensor()
+                assert whole.dtype == torch.complex128 and whole.imag.std() > 0.05

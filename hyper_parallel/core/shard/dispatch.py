@@ -10,6 +10,7 @@ gathering.
 
 from __future__ import annotations
 
+import functools
 import operator
 import sys
 import threading
@@ -248,8 +249,7 @@ def _find_handler(func: Callable[..., Any]) -> Handler | None:
     name = _platform.get_op_name(func)
     body = _platform.body_of(func)
     if name in RANDOM_OPS and (body is None or name in RANDOM_BODIES):
-        random_op = RANDOM_OPS[name]
-        return lambda func, args, kwargs: random_op(*args, **kwargs)
+        return functools.partial(_draw, RANDOM_OPS[name])
     if takes_lists(name):
         return run_on_lists
     if name in SPECIAL_OPS:
@@ -261,6 +261,16 @@ def _find_handler(func: Callable[..., Any]) -> Handler | None:
             _dtypes_put_in.add(func)
         return None
     return _without_rule
+
+
+def _draw(
+    random_op: Callable[..., Any], func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Values by global index; complex ones, which have none, are drawn on the whole."""
+    dtype = kwargs.get("dtype") or (args[0].dtype if args else None)
+    if dtype is not None and _platform.dtype_name(dtype).startswith("complex"):
+        return run_gathered(func, args, kwargs)
+    return random_op(*args, **kwargs)
 
 
 def _run_service(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

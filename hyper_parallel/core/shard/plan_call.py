@@ -97,12 +97,13 @@ def _describe(
 
     try:
         outputs = _output_shapes(func, args, kwargs)
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+    except (RuntimeError, ValueError, TypeError, IndexError, ZeroDivisionError) as error:
         if _platform.depends_on_values(error):
             return None
         finish_checks()  # the ranks may disagree about a shape, which is then what is wrong
         inputs = ", ".join(f"{tuple(t._global_shape)} under {t._layout}" for t in found)
-        raise type(error)(f"{name} on distributed tensors of global shape {inputs}: {error}") from error
+        kind = RuntimeError if isinstance(error, ZeroDivisionError) else type(error)
+        raise kind(f"{name} on distributed tensors of global shape {inputs}: {error}") from error
     return OpCall(
         name,
         _platform.tree_map(spec, args),

@@ -124,6 +124,7 @@ DRAWS_ON_THE_WHOLE = frozenset(
         ),
         *("native_dropout",),
         *("normal", "poisson", "rand_like", "randint_like", "randn_like", "random", "rrelu", "rrelu_with_noise"),
+        "uniform",
         *("lstm", "gru", "rnn_tanh", "rnn_relu", "scaled_dot_product_attention", "svd_lowrank", "pca_lowrank"),
     }
 )

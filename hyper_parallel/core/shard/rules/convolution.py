@@ -20,12 +20,25 @@ _TRANSPOSED = ("input", "weight", "bias", "stride", "padding", "output_padding",
 _LINEAR = (frozenset({0}), frozenset({1}), frozenset({0, 2}), frozenset({1, 2}))
 
 
+def _refuse_sizes(given: dict[str, Any]) -> None:
+    """What the framework finds out in its kernels only, which a rank with an empty block does not reach."""
+    for name, low, message in (
+        ("padding", 0, "negative padding is not supported"),
+        ("dilation", 1, "dilation should be greater than zero"),
+    ):
+        sizes = given[name] if isinstance(given[name], (list, tuple)) else [given[name]]
+        if any(isinstance(size, int) and size < low for size in sizes):
+            raise RuntimeError(message)
+
+
 @rule("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 def convolution(call: OpCall) -> Signature | None:
     """Cut input channels leave a pending sum, to which the bias is added once. With groups whole groups are cut."""
     transposed = call.name.startswith("conv_transpose")
     names = _TRANSPOSED if transposed else _FORWARD
-    groups = call.bind(*names, groups=1)["groups"]
+    given = call.bind(*names, groups=1, padding=0, dilation=1)
+    _refuse_sizes(given)
+    groups = given["groups"]
     space = (None,) * (call.tensors[1].ndim - 2)
     batch: Labels = ("n",) if call.tensors[0].ndim == len(space) + 2 else ()
     channels: tuple[Labels, ...]

@@ -107,8 +107,10 @@ def _softmax(call: LocalCall) -> Any:
     return _CutSoftmax.apply(in_working_precision(block), dim, of_logarithm, group).to(block.dtype)
 
 
-@rule("logsumexp")
+@rule("logsumexp", by_dtype=True)
 def logsumexp(call: OpCall) -> Signature | None:
+    if _platform.dtype_name(call.tensors[0].dtype).startswith("complex"):
+        return None  # there is no largest one to begin with
     given = arguments(call, "input", "dim", "keepdim", keepdim=False)
     return reduction(call, given["dim"], bool(given["keepdim"]), local=_logsumexp)
 
