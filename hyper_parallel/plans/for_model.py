@@ -2,7 +2,8 @@
 
 Note [What a plan says]
 Embedding of the vocabulary: cut by rows. In each block the layers that begin a pair are cut by outputs, those that end
-one by inputs; the head by the vocabulary, so that the loss never needs all logits in one place. All else is whole.
+one by inputs; the head by the vocabulary, so that the loss never needs all logits in one place. All else is whole. A
+layer that begins several pairs at once, as one for query, key and value, becomes as many parameters, each cut.
 Between the halves of a block activations are whole, or with sequence parallelism cut on the sequence.
 """
 
@@ -12,10 +13,12 @@ from collections.abc import Iterable
 from typing import Any
 
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard
+from hyper_parallel.core.tensor_parallel.part_styles import FusedColwiseParallel
 from hyper_parallel.core.tensor_parallel.style import ColwiseParallel, ParallelStyle, RowwiseParallel
 from hyper_parallel.plans.roles import PlanError, Roles, read_roles
 from hyper_parallel.plans.styles import (
     ComputedWhole,
+    CutAttention,
     CutParameters,
     GatherInputs,
     SingleDeviceCode,
@@ -69,10 +72,15 @@ def _plan_of(model: Any, roles: Roles, between: Placement) -> Plan:
 
     give(roles.vocabularies, lambda: RowwiseParallel(output_layouts=between, use_local_output=False))
     give(roles.parts, GatherInputs)
-    give(roles.columns, lambda: ColwiseParallel(use_local_output=False))
+    for path in roles.columns:
+        parts = roles.fused.get(path)
+        style = (
+            FusedColwiseParallel(parts, use_local_output=False) if parts else ColwiseParallel(use_local_output=False)
+        )
+        plan.setdefault(path, []).append(style)
     give(roles.rows, lambda: RowwiseParallel(output_layouts=between, use_local_output=False))
     give(roles.attentions, lambda: GatherInputs(output=between))
-    give(roles.attentions, lambda: CutParameters(_PACKED))
+    give(roles.attentions, CutAttention)
     outs = [f"{path}.out_proj" if path else "out_proj" for path in roles.attentions]
     give(outs, lambda: CutParameters({"weight": Shard(1)}))
     give(roles.mixtures, lambda: ComputedWhole(output=between))
@@ -93,17 +101,6 @@ def _plan_of(model: Any, roles: Roles, between: Placement) -> Plan:
         if whole:
             plan.setdefault(path, []).append(WholeParameters(None if len(whole) == len(own) else whole))
     return plan
-
-
-# Of nn.MultiheadAttention. The three parts of in_proj_weight lie behind each other: a cut of the whole is not a cut of
-# each, so what is computed with it moves between ranks before the heads are told apart.
-_PACKED = {
-    "in_proj_weight": Shard(0),
-    "in_proj_bias": Shard(0),
-    "q_proj_weight": Shard(0),
-    "k_proj_weight": Shard(0),
-    "v_proj_weight": Shard(0),
-}
 
 
 def _sequence_dim(model: Any, roles: Roles) -> int:

@@ -20,7 +20,7 @@ from hyper_parallel.platform import get_platform
 # fmt: off
 _COLUMN_NAMES = frozenset((
     "q_proj", "k_proj", "v_proj", "query", "key", "value", "q", "k", "v", "q_lin", "k_lin", "v_lin", "wq", "wk", "wv",
-    "qkv_proj", "qkv", "query_key_value", "c_attn", "q_attn",
+    "qkv_proj", "qkv", "Wqkv", "query_key_value", "c_attn", "q_attn",
     "gate_proj", "up_proj", "gate_up_proj", "gate", "up", "w1", "w3",
     "fc1", "c_fc", "fc_in", "dense_h_to_4h", "wi", "wi_0", "wi_1", "linear1", "lin1", "intermediate.dense",
     "q_b_proj", "kv_b_proj",
@@ -32,6 +32,11 @@ _ROW_NAMES = frozenset((
 # Layers to a narrow width that all heads share: each rank has the whole of them.
 _WHOLE_NAMES = frozenset(("q_a_proj", "kv_a_proj", "kv_a_proj_with_mqa"))
 # fmt: on
+# Layers that compute several projections at once, which the code behind them takes apart; their parts, in order.
+_FUSED_NAMES = {
+    **dict.fromkeys(("c_attn", "qkv_proj", "qkv", "Wqkv"), ("query", "key", "value")),
+    "gate_up_proj": ("gate", "up"),
+}
 # Parts whose steps depend on values, by the end of their class's name: every rank computes them on whole tensors.
 _MIXTURES = ("MoeBlock", "MoE", "Moe", "SparseMLP")
 
@@ -43,6 +48,7 @@ class Roles:
     blocks: list[str] = field(default_factory=list)
     parts: list[str] = field(default_factory=list)  # whose input all columns inside share
     columns: list[str] = field(default_factory=list)
+    fused: dict[str, dict[str, int]] = field(default_factory=dict)  # of the columns: names and widths of the parts
     rows: list[str] = field(default_factory=list)
     attentions: list[str] = field(default_factory=list)  # of the framework's own kind, with one weight for q, k and v
     mixtures: list[str] = field(default_factory=list)
@@ -122,6 +128,7 @@ def _read_block(block: str, modules: Mapping[str, Any], roles: Roles, skipped: f
         columns, rows = _roles_by_size(block, linears, modules, refuse)
     roles.columns += columns
     roles.rows += rows
+    roles.fused |= {path: parts for path in columns if (parts := _fused_parts(path, rows, modules))}
     roles.parts += sorted({_part_of(path, block) for path in columns} - {block}, key=inside.index)
     if refuse:
         _refuse_other_weights(inside, taken, modules)
@@ -138,6 +145,28 @@ def _role_by_name(path: str, block: str) -> str | None:
         if name in _WHOLE_NAMES:
             return "whole"
     return None
+
+
+def _fused_parts(path: str, rows: list[str], modules: Mapping[str, Any]) -> dict[str, int] | None:
+    """The projections that a layer computes at once, by its name and the width that the layer behind it takes."""
+    platform = get_platform()
+    parent, _, name = path.rpartition(".")
+    names = _FUSED_NAMES.get(name)
+    behind = [_sizes(row, modules)[0] for row in rows if row.rpartition(".")[0] == parent]
+    if names is None or len(behind) != 1 or not platform.asks_subclasses or not platform.linear_function(modules[path]):
+        return None
+    if platform.has_no_memory(
+        platform.own_parameters(modules[path])["weight"]
+    ):  # initial values are made for the whole
+        return None
+    total, width = _sizes(path, modules)[1], behind[0]
+    if f"{parent}.q_attn" in modules:  # a cross-attention, whose queries come from elsewhere
+        names = names[1:]
+    if len(names) == 2:
+        return dict.fromkeys(names, width) if total == 2 * width else None
+    shared = (total - width) // 2  # keys and values may have fewer heads
+    fits = shared > 0 and width + 2 * shared == total and width % shared == 0
+    return dict(zip(names, (width, shared, shared), strict=True)) if fits else None
 
 
 def _part_of(path: str, block: str) -> str:
@@ -260,15 +289,15 @@ def _read_ends(model: Any, modules: Mapping[str, Any], roles: Roles, skipped: fr
 
     embeddings = [path for path in modules if platform.is_embedding_module(modules[path]) and outside(path)]
     vocabulary = told("get_input_embeddings")
+    tables = {path: platform.own_parameters(modules[path])[platform.weight_name(modules[path])] for path in embeddings}
     if vocabulary is None and embeddings:
-        vocabulary = max(embeddings, key=lambda path: platform.own_parameters(modules[path])["weight"].shape[0])
-    if vocabulary in embeddings:
-        table = platform.own_parameters(modules[vocabulary])["weight"]
-        tied = [path for path in embeddings if platform.own_parameters(modules[path])["weight"] is table]
+        vocabulary = max(embeddings, key=lambda path: tables[path].shape[0])
+    if vocabulary in tables:
+        tied = [path for path in embeddings if tables[path] is tables[vocabulary]]
         roles.vocabularies += tied  # an encoder and a decoder may look up in one table
     head = told("get_output_embeddings")
-    if head is None and vocabulary in embeddings:
-        size = platform.own_parameters(modules[vocabulary])["weight"].shape[0]
+    if head is None and vocabulary in tables:
+        size = tables[vocabulary].shape[0]
         fitting = [
             path
             for path in modules

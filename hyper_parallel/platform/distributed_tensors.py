@@ -18,6 +18,9 @@ class DistributedTensorSupport(ABC):
 
     # ------------------------------ distributed tensors: a tensor type whose operators can be intercepted
 
+    #: Whether a subclass of DTensor is asked by ``__torch_function__`` before an operator runs on it.
+    asks_subclasses = False
+
     @staticmethod
     @abstractmethod
     def as_dtensor(kind: Any, plain: Any, layout: Any, shape: Any) -> Any:

@@ -512,9 +512,13 @@ class Platform(DistributedTensorSupport):
         return {name: parameter for name, parameter in cls.parameters_dict(module).items() if "." not in name}
 
     @staticmethod
-    def reset_parameters(module: Any, parameters: list[Any]) -> None:
-        """Let the modules inside give ``parameters`` their initial values, from the inside out; others keep theirs."""
-        del parameters
+    def reset_parameters(module: Any, parameters: list[Any], fill_random: Callable[..., Any]) -> None:
+        """Give ``parameters``, distributed ones, the initial values that the modules inside were built for.
+
+        From the inside out; other parameters keep theirs. ``fill_random(parameter, kind, **arguments)`` overwrites one
+        with random values that do not depend on its layout; kinds are those of ``core/dtensor/random_fill.py``.
+        """
+        del parameters, fill_random
         raise TypeError(
             f"the modules of a {type(module).__name__} have no way of their own to make initial values on this "
             "platform; give materialize an init= function"
@@ -538,6 +542,11 @@ class Platform(DistributedTensorSupport):
         """
         del tensor, known
         return []
+
+    @staticmethod
+    def use_separate_projections(module: Any) -> None:
+        """Let an attention module of the framework that has one weight for query, key and value compute with three."""
+        raise TypeError(f"a {type(module).__name__} of this framework has no weights that can be separated")
 
     @staticmethod
     def has_no_memory(tensor: Any) -> bool:

@@ -161,6 +161,82 @@ def test_query_key_value_in_one_weight() -> None:
         _fused_like_one_device(model, mesh, plan, _x(width), "qkv", ("q", "k", "v"))
 
 
+@run_on_ranks(2, 4)
+def test_a_fused_output_as_a_distributed_tensor() -> None:
+    """Taken apart where its parts meet it stays where it is; anything else gathers it, and all is as on one device."""
+    mesh = _mesh()
+    widths = {"a": 6, "b": 3, "c": 7}
+    ways = {
+        "split": lambda y: y.split((6, 3, 7), dim=-1),
+        "torch.split": lambda y: torch.split(y, [6, 3, 7], 2),
+        "slices": lambda y: (y[..., :6], y[:, :, 6:9], y[..., -7:]),
+        "narrow": lambda y: (y.narrow(-1, 0, 6), y.narrow(2, 6, 3), y.narrow(2, -7, 7)),
+        "two at once": lambda y: (y.split([9, 7], -1)[0].split([6, 3], -1)[1], y[..., 6:][..., 3:]),
+        # from here on with communication
+        "across": lambda y: y.chunk(2, -1),
+        "first dims": lambda y: (y[0], y[:, 1:3], y.split(1, 0)[1]),
+        "steps": lambda y: (y[..., ::2], y[..., :6:3], y[..., [0, 8]]),
+        "as a whole": lambda y: (y.sin(), y + y, y.flatten(1), torch.cat((y, y), -1)),
+        "reshaped": lambda y: y.reshape(2, 5, 4, 4).unbind(2),
+        "both ways": lambda y: (y * 2, *y.split([6, 3, 7], -1), y.detach() * 1),
+    }
+    torch.manual_seed(1)
+    model = nn.Linear(4, 16).double()
+    style = hp.FusedColwiseParallel(widths, use_local_output=False)
+    for name, way in ways.items():
+        ours = hp.parallelize_module(copy.deepcopy(model), mesh, style)
+        inputs = [_x(4).requires_grad_() for _ in range(2)]
+        with hp.CommRecorder() as recorder:
+            parts = way(ours(inputs[1]))
+        assert bool(recorder.records) == (list(ways).index(name) > list(ways).index("two at once")), (
+            name,
+            recorder.records,
+        )
+        expected = way(model(inputs[0]))
+        assert [part.shape for part in parts] == [part.shape for part in expected], name
+        for part, want in zip(parts, expected, strict=True):
+            assert isinstance(part, hp.DTensor), name
+            torch.testing.assert_close(part.full_tensor(), want, msg=lambda text, n=name: f"{n}: {text}")
+        for values in (parts, expected):
+            sum((value.sin() * value).sum() for value in values).backward()
+        torch.testing.assert_close(inputs[1].grad, inputs[0].grad)
+        for kind in ("weight", "bias"):
+            got = torch.cat([getattr(ours, f"{kind}_{part}").grad.full_tensor() for part in widths])
+            torch.testing.assert_close(got, getattr(model, kind).grad, msg=lambda text, n=name: f"{n}: {text}")
+        model.zero_grad()
+    y = hp.parallelize_module(model, mesh, style)(_x(4))
+    assert y.shape == (2, 5, 16) and y.ndim == 3 and y.dtype == torch.float64
+    assert torch.equal(y.to_local(), y.full_tensor()[..., _block(16, mesh)])
+    assert torch.equal(y.redistribute(mesh, [hp.Replicate()]).to_local(), y.full_tensor())
+    with pytest.raises(RuntimeError, match="register the hook on its parts"):
+        y.register_hook(lambda gradient: gradient)
+
+
+@run_on_ranks(2)
+def test_a_fused_weight_that_two_layers_share() -> None:
+    mesh = _mesh()
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = GateUp(4, 6), GateUp(4, 6)
+            self.second.gate_up.weight = self.first.gate_up.weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second(self.first(x))
+
+    torch.manual_seed(1)
+    model = Twice().double()
+    ours = copy.deepcopy(model)
+    fused = hp.FusedColwiseParallel({"gate": 6, "up": 6})
+    hp.parallelize_module(ours, mesh, {"*.gate_up": fused, "*.down": hp.RowwiseParallel()})
+    assert ours.first.gate_up.weight_gate is ours.second.gate_up.weight_gate
+    for one in (model, ours):
+        one(_x(4)).sin().sum().backward()
+    got = torch.cat([getattr(ours.first.gate_up, f"weight_{part}").grad.full_tensor() for part in ("gate", "up")])
+    torch.testing.assert_close(got, model.first.gate_up.weight.grad)
+
+
 @run_on_ranks(2)
 def test_refusals() -> None:
     mesh = _mesh()
@@ -174,8 +250,34 @@ def test_refusals() -> None:
         hp.HeadParallel("q", num_heads=3)
     with pytest.raises(ValueError, match="use ColwiseParallel to keep it distributed"):
         hp.HeadParallel("query", num_heads=3, use_local_output=False)
-    with pytest.raises(NotImplementedError, match="only linear layers have rows"):
+    with pytest.raises(
+        TypeError, match=r"only linear layers have rows to share out; use NoParallel\(\) to keep a LayerN"
+    ):
         hp.parallelize_module(nn.LayerNorm(3), mesh, hp.HeadParallel("query", num_heads=3))
+
+    class Doubled(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
+    for style in (hp.FusedColwiseParallel({"a": 4, "b": 4}), hp.HeadParallel("query", num_heads=1)):
+        with pytest.raises(
+            TypeError, match=r"computes in a way of its own \(an activation, .*; use ColwiseParallel\(\)"
+        ):
+            hp.parallelize_module(Doubled(4, 8), mesh, style)
+    with pytest.raises(
+        ValueError, match="cut by heads leave as plain blocks; leave out num_heads, or use_local_output"
+    ):
+        hp.FusedColwiseParallel({"q": 4, "k": 4}, num_heads=2, use_local_output=False)
+    tied = nn.ModuleList([nn.Linear(4, 8), nn.Linear(4, 8)])
+    tied[1].weight = tied[0].weight
+    with pytest.raises(
+        ValueError, match=r"'weight' of '1' is shared with FusedColwise.*give both modules the same style"
+    ):
+        hp.parallelize_module(tied, mesh, {"0": hp.FusedColwiseParallel({"a": 4, "b": 4})})
+    with hp.deferred_init():
+        deferred = nn.Linear(4, 8)
+    with pytest.raises(ValueError, match=r"'weight' has no memory yet, .*call materialize before parallelize_module"):
+        hp.parallelize_module(deferred, mesh, hp.FusedColwiseParallel({"a": 4, "b": 4}))
     output = hp.parallelize_module(nn.Linear(6, 4), mesh, hp.HeadParallel("output", num_heads=3))
     with pytest.raises(TypeError, match="come as plain blocks, got a distributed tensor"):
         output(hp.distribute_tensor(torch.ones(1, 6), mesh, [hp.Shard(1)]))

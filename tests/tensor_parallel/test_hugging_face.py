@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import hyper_parallel as hp
+from hyper_parallel.checkpoint import load_hugging_face
 from tests.world import run_on_ranks
 
 pytest.importorskip("transformers", reason='these models are in an extra: pip install "hyper-parallel[transformers]"')
@@ -21,6 +22,7 @@ from tests.tensor_parallel.hugging_face import (
     train,
     whole,
 )
+from tests.tensor_parallel.toy import parts_joined
 
 TIMEOUT = 600  # seconds; the first test on a world imports transformers on every rank
 
@@ -61,7 +63,8 @@ def test_a_tied_weight_stays_one_parameter_with_one_gradient():
     for name, head in (("llama_tied", "lm_head"), ("gpt2", "lm_head")):
         model = _cut(name)
         assert model.get_input_embeddings().weight is getattr(model, head).weight
-        assert len(list(model.parameters())) == len(list(build(name).parameters()))
+        plain = {path: one.detach() for path, one in build(name).named_parameters()}
+        assert parts_joined({path: whole(one) for path, one in model.named_parameters()}, plain).keys() == plain.keys()
 
 
 @run_on_ranks(2, timeout=TIMEOUT)
@@ -98,6 +101,41 @@ def test_collectives_per_step():
         else:
             assert forward.counts == {"all_reduce": 2 * num_layers + 1 + in_loss}
             assert backward.counts == {"all_reduce": 2 * num_layers + 1}
+
+
+@run_on_ranks(2, 4, timeout=TIMEOUT)
+def test_fused_projections_need_no_gather():
+    """Query, key and value, or gate and up, in one weight: the same collectives as where each has its own."""
+    num_layers, divides = 2, torch.distributed.get_world_size() == 2
+    for name in ("gpt2", "gpt_neox", *(["phi3"] if divides else [])):  # it has 2 key heads
+        model = _cut(name, plain_outputs=False)
+        with hp.CommRecorder() as forward:
+            loss = model(**batch(name)).loss
+        in_loss = sum(record.asked_by == "inside cross_entropy_loss" for record in forward.records)
+        assert forward.counts == {"all_reduce": 2 * num_layers + 1 + in_loss}, (name, forward.table())
+        with hp.CommRecorder() as backward:
+            loss.backward()
+        assert set(backward.counts) == {"all_reduce"}, (name, backward.table())
+
+
+@run_on_ranks(2, timeout=TIMEOUT)
+def test_a_fused_weight_of_files_is_read_into_its_parts(tmp_path):
+    plain, cut = build("gpt2"), _cut("gpt2")
+    if torch.distributed.get_rank() == 0:
+        plain.save_pretrained(tmp_path)
+    torch.distributed.barrier()
+    with torch.no_grad():
+        for parameter in cut.parameters():
+            parameter.zero_()
+    fused, parts = "transformer.h.*.attn.c_attn", ("query", "key", "value")
+    rules = [
+        {"files": f"{fused}.{kind}", "ours": [f"{fused}.{kind}_{part}" for part in parts], "join": dim}
+        for kind, dim in (("weight", 1), ("bias", 0))
+    ]
+    load_hugging_face(dict(cut.named_parameters()), tmp_path, mapping=rules)
+    given = batch("gpt2")
+    with in_double(), torch.no_grad():
+        torch.testing.assert_close(cut(**given).logits, plain(**given).logits, rtol=1e-9, atol=1e-9)
 
 
 @run_on_ranks(2, timeout=TIMEOUT)

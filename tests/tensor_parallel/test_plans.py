@@ -8,6 +8,8 @@ from torch import nn
 
 import hyper_parallel as hp
 from hyper_parallel import models
+from hyper_parallel.plans.styles import CutAttention, CutParameters, SingleDeviceCode
+from tests.tensor_parallel.toy import parts_joined
 from tests.world import run_on_ranks
 
 
@@ -123,9 +125,74 @@ def test_training_equals_one_device(name):
         cut = copy.deepcopy(model)
         hp.parallelize_module(cut, _mesh(), hp.plans.for_model(cut, sequence_parallel=sequence_parallel))
         assert any(p.placements != (hp.Replicate(),) for p in cut.parameters())
-        got = _train(cut, x)
+        got = parts_joined(_train(cut, x), want)
+        assert got.keys() == want.keys()
         for key in want:
             torch.testing.assert_close(got[key], want[key], rtol=1e-9, atol=1e-9, msg=lambda m, k=key: f"{k}: {m}")
+
+
+@run_on_ranks(2, 4)
+def test_the_frameworks_attention_keeps_its_heads_cut():
+    cut, x = _build("encoder")
+    hp.parallelize_module(cut, _mesh(), hp.plans.for_model(cut, plain_outputs=False))
+    with hp.CommRecorder() as recorder:
+        loss = cut(x).sum()
+    assert recorder.counts == {"all_reduce": 2 * 2}, recorder.table()
+    with hp.CommRecorder() as recorder:
+        loss.backward()
+    assert {record.op for record in recorder.records if len(record.shape) == 3} == {"all_reduce"}, recorder.table()
+
+
+@run_on_ranks(2, 4)
+def test_everything_the_frameworks_attention_can_be_asked_for():
+    query, key = _features(5, 2, 16), _features(3, 2, 16).cos()
+    mask, per_head = _features(5, 3), _features(8, 5, 3)
+    padding = torch.tensor([[False, False, True], [False, True, False]])
+    causal = nn.Transformer.generate_square_subsequent_mask(5, dtype=torch.float64)
+    calls = {
+        "cross": ((query, key, key), {}),
+        "other values": ((query, key, key.sin()), {"need_weights": False}),
+        "masks": ((query, key, key), {"attn_mask": mask, "key_padding_mask": padding}),
+        "a mask for each head": ((query, key, key), {"attn_mask": per_head, "need_weights": False}),
+        "a mask of bools": ((query, key, key), {"attn_mask": mask > 0.8, "average_attn_weights": False}),
+        "padding alone": ((query, key, key), {"key_padding_mask": padding, "need_weights": False}),
+        "causal": ((query, query, query), {"attn_mask": causal, "is_causal": True, "need_weights": False}),
+        "causal weights": ((query, query, query), {"attn_mask": causal, "is_causal": True}),
+        "without a batch": ((query[:, 0], key[:, 0], key[:, 0]), {"key_padding_mask": padding[0]}),
+    }
+    for options in ({}, {"bias": False, "batch_first": True}, {"add_bias_kv": True}, {"add_zero_attn": True}):
+        torch.manual_seed(0)
+        plain = nn.MultiheadAttention(16, 4, **options).double()
+        cut = copy.deepcopy(plain)
+        plan = {
+            "": [SingleDeviceCode(plain_outputs=True), CutAttention()],
+            "out_proj": CutParameters({"weight": hp.Shard(1)}),
+        }
+        hp.parallelize_module(cut, _mesh(), plan)
+        for name, (inputs, asked) in calls.items():
+            if options.get("batch_first") and name != "without a batch":
+                inputs = tuple(one.transpose(0, 1) for one in inputs)
+            if "add" in str(options) and name not in ("cross", "masks"):
+                continue
+            found, wanted = cut(*inputs, **asked), plain(*inputs, **asked)
+            for one, other in zip(found, wanted, strict=True):
+                assert (one is None) == (other is None), name
+                if one is not None:
+                    torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
+            for model, (out, *_) in ((cut, found), (plain, wanted)):
+                model.zero_grad()
+                out.sin().sum().backward()
+            grads = [
+                {
+                    n: p.grad.full_tensor() if isinstance(p.grad, hp.DTensor) else p.grad
+                    for n, p in model.named_parameters()
+                }
+                for model in (cut, plain)
+            ]
+            got = parts_joined(*grads)
+            assert got.keys() == grads[1].keys()
+            for path, gradient in grads[1].items():
+                torch.testing.assert_close(got[path], gradient, rtol=1e-9, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @run_on_ranks(2)

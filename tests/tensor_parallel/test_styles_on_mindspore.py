@@ -127,7 +127,7 @@ def same(
 
 
 def tp_mesh() -> Any:
-    return hp.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    return hp.init_device_mesh("cpu", (get_platform().get_world_size(),), mesh_dim_names=("tp",))
 
 
 @run_on_ranks(2, timeout=300)
@@ -176,7 +176,7 @@ def decoder_plan(sequence_parallel: bool) -> dict[str, Any]:
     return plan
 
 
-@run_on_ranks(2, timeout=300)
+@run_on_ranks(2, 4, timeout=300)
 def test_decoder():
     mesh = tp_mesh()
     ids = np.random.RandomState(3).randint(0, 11, (2, 6)).astype(np.int32)
@@ -271,7 +271,7 @@ def test_other_styles():
         hp.parallelize_module(nn.LayerNorm((4,)), mesh, ColwiseParallel())
 
 
-@run_on_ranks(2, timeout=300)
+@run_on_ranks(2, 4, timeout=300)
 def test_heads_that_do_not_divide_and_fused_projections():
     mesh = tp_mesh()
     for num_heads, num_kv_heads in ((3, 3), (3, 1), (4, 2)):
@@ -302,7 +302,7 @@ def test_heads_that_do_not_divide_and_fused_projections():
     expected = step(fill(Gated()), array, product, False)
     cell = hp.parallelize_module(fill(Gated()), mesh, fused)
     assert [one.name for one in cell.both.trainable_params()] == [
-        *("both.weight_gate", "both.bias_gate", "both.weight_up", "both.bias_up"),
+        *("both.weight_gate", "both.weight_up", "both.bias_gate", "both.bias_up"),
     ]
     found = step(cell, array, product, False)
     for kind in ("weight", "bias"):
@@ -311,6 +311,28 @@ def test_heads_that_do_not_divide_and_fused_projections():
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         np.testing.assert_allclose(found[name], value, **TOLERANCE, err_msg=name)
+
+
+@run_on_ranks(4, timeout=300)
+def test_a_mesh_of_two_axes():
+    """One collective over both axes, or a weight that is cut on both dims, one per axis."""
+    mesh = hp.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    both = {"weight_layouts": (Shard(0), Shard(1)), "output_layouts": Replicate(), "input_layouts": Replicate()}
+    for plan in (
+        {"up": ColwiseParallel(), "down": RowwiseParallel()},
+        {"up": ColwiseParallel(**both), "down": RowwiseParallel(**both)},
+    ):
+        cell = same(
+            lambda: Mlp(nn.Dense, 4, 7),
+            lambda cell, plan=plan: hp.parallelize_module(cell, mesh, plan),
+            values_of((2, 3, 4)),
+        )
+    assert cell.up.weight.placements == cell.down.weight.placements == (Shard(0), Shard(1))
+    inner = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    cell = same(
+        lambda: Mlp(nn.Dense, 4, 7), lambda cell: hp.parallelize_module(cell, mesh["b"], inner), values_of((2, 3, 4))
+    )
+    assert cell.up.weight.device_mesh.size() == 2
 
 
 @run_on_ranks(2, timeout=300)

@@ -152,3 +152,22 @@ def same_as_one_device(
             whole(mine.detach()), parameter.detach(), msg=lambda text, n=name: f"{n} after the steps: {text}"
         )
     return ours
+
+
+def parts_joined(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """``got`` with what a plan made of one parameter put together again, under the names of ``want``."""
+    left, made = dict(got), {}
+    for name, value in want.items():
+        if name in left:
+            made[name] = left.pop(name)
+            continue
+        packed = name.removesuffix("in_proj_weight")
+        if packed != name:
+            names = [f"{packed}{letter}_proj_weight" for letter in "qkv"]
+        else:
+            names = [other for other in left if other.startswith(f"{name}_")]
+        parts = [left.pop(other) for other in names]
+        if parts:
+            rows = sum(part.shape[0] for part in parts)
+            made[name] = torch.cat(parts, 0 if rows == value.shape[0] else 1)
+    return made | left

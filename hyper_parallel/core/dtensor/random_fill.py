@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+import numpy as np
 
 from hyper_parallel.core.dtensor import random_state, random_values
 from hyper_parallel.core.dtensor.layout import Layout
@@ -10,12 +13,21 @@ from hyper_parallel.core.dtensor.random_state import Draw
 from hyper_parallel.core.dtensor.random_stream import Region
 from hyper_parallel.platform import get_platform
 
+
+def _part_of_whole(draw: Draw, region: Region, make: Callable[[Draw], np.ndarray], dtype: str) -> np.ndarray:
+    """This region of what ``make`` makes of a draw: a whole array, for values of which no part is made alone."""
+    del dtype
+    whole = make(draw)
+    return whole[tuple(slice(o, o + n) for o, n in zip(region.offsets, region.local_shape, strict=True))]
+
+
 _MAKERS = {
     "uniform": random_values.uniform,
     "normal": random_values.normal,
     "trunc_normal": random_values.trunc_normal,
     "bernoulli": random_values.bernoulli,
     "randint": random_values.randint,
+    "part of whole": _part_of_whole,
 }
 
 

@@ -12,7 +12,7 @@ from hyper_parallel.core.dtensor.distributed_tensor import DTensor, resolve_layo
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import Placement
 from hyper_parallel.core.shard.boundary import Entry, Exit
-from hyper_parallel.core.shard.constant_parameters import carry_constant
+from hyper_parallel.core.shard.initial_values import carry_initial_values
 from hyper_parallel.core.shard.module_paths import is_wildcard, match_paths
 from hyper_parallel.core.shard.plain_parameters import name_parameters
 from hyper_parallel.platform import get_platform
@@ -98,7 +98,7 @@ def _cut(parameters: Mapping[str, Any], layouts: dict[str, Layout], exact: set[s
         layout = layouts.get(path) or Layout.of(mesh, ((),) * len(parameter.shape))
         if id(parameter) not in made:
             made[id(parameter)] = (distribute_tensor(parameter, mesh, layout), path)
-            carry_constant(parameter, made[id(parameter)][0])
+            carry_initial_values(parameter, made[id(parameter)][0])
             continue
         new, first = made[id(parameter)]
         if path in layouts and new._layout is not layout and (path in exact) == (first in exact):

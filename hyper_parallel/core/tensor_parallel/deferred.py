@@ -17,7 +17,8 @@ from typing import Any
 from hyper_parallel.core.dtensor.device_mesh import init_device_mesh
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.shard.constant_parameters import constant_of
+from hyper_parallel.core.dtensor.random_fill import fill_random_
+from hyper_parallel.core.shard.initial_values import carry_initial_values, constant_of
 from hyper_parallel.platform import get_platform
 
 
@@ -40,11 +41,11 @@ def deferred_init() -> AbstractContextManager[None]:
 def materialize(module: Any, *, device: Any = None, init: Callable[[Any], Any] | None = None) -> Any:
     """Give the parameters without memory this rank's block and its initial values, in place; the module.
 
-    Values come from the modules' own ``reset_parameters``, from the inside out as constructors run, or from
-    ``init(module)`` where a model has a function of its own for it (``init=lambda model: model.init_weights()``).
-    Parameters that a constructor set to one number keep it. All random numbers are HyperParallel's
-    (``hyper_parallel.manual_seed``): the values have the same bits under every layout, on one device as well. No
-    communication. A parameter that nothing gives a value is an error that names it.
+    Values come from the modules' own ``reset_parameters`` (on MindSpore from the initializers that the parameters were
+    made with), from the inside out as constructors run, or from ``init(module)`` where a model has a function of its
+    own for it (``init=lambda model: model.init_weights()``). Parameters that a constructor set to one number keep it.
+    All random numbers are HyperParallel's (``hyper_parallel.manual_seed``): the values have the same bits under every
+    layout, on one device as well. No communication. A parameter that nothing gives a value is an error that names it.
     """
     platform = get_platform()
     device = device if device is not None else platform.get_device_type()
@@ -57,14 +58,15 @@ def materialize(module: Any, *, device: Any = None, init: Callable[[Any], Any] |
                 platform.install_parameter(owner, name, made[id(parameter)].distributed)
     with platform.no_grad():
         if init is None:
-            platform.reset_parameters(module, [one.distributed for one in made.values()])
+            platform.reset_parameters(module, [one.distributed for one in made.values()], fill_random_)
         else:
             init(module)
     missing = [one.name for one in made.values() if not one.has_values()]
     if missing:
         raise RuntimeError(
             f"materialize: nothing gave a value to {', '.join(map(repr, missing))}; define reset_parameters() in the "
-            "module, or pass init=, a function that fills the parameters of the module that it is given"
+            "module (on MindSpore make the parameter with an initializer), or pass init=, a function that fills the "
+            "parameters of the module that it is given"
         )
     finished = {id(one.distributed): one.finished() for one in made.values() if not one.is_cut}
     for _, owner in platform.get_cells_and_names(module):
@@ -96,6 +98,7 @@ class _Deferred:
         self.distributed = platform.as_parameter(
             platform.as_dtensor(DTensor, block, layout, shape), parameter.requires_grad
         )
+        carry_initial_values(parameter, self.distributed)
         if self.constant is not None:
             with platform.no_grad():
                 platform.fill_block(self.distributed, platform.full_like(block, self.constant))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,7 @@ from hyper_parallel.core.dtensor.distribute import distribute_tensor
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate
-from hyper_parallel.core.shard.constant_parameters import carry_constant
+from hyper_parallel.core.shard.initial_values import carry_initial_values
 from hyper_parallel.platform import get_platform
 
 _platform = get_platform()
@@ -23,6 +23,7 @@ class _Ties(threading.local):
 
     def __init__(self) -> None:
         self.replaced: dict[int, tuple[Any, Any, str]] | None = None
+        self.split: dict[int, tuple[Any, dict[str, Any], str]] = {}
 
 
 _ties = _Ties()
@@ -31,16 +32,22 @@ _ties = _Ties()
 @contextmanager
 def keeping_ties(root: Any) -> Iterator[None]:
     """Inside, a parameter of ``root`` that is replaced in one module is replaced in every module that has it."""
-    before = _ties.replaced
+    before = _ties.replaced, _ties.split
     _ties.replaced = replaced = {}
+    _ties.split = split = {}
     try:
         yield
-        for _, module in _platform.get_cells_and_names(root):
+        for path, module in _platform.get_cells_and_names(root):
             for name, parameter in _platform.own_parameters(module).items():
+                if id(parameter) in split:
+                    raise ValueError(
+                        f"parallelize_module: the parameter {name!r} of {path!r} is shared with "
+                        f"{split[id(parameter)][2]}, where it was split into parts; give both modules the same style"
+                    )
                 if id(parameter) in replaced:
                     _platform.install_parameter(module, name, replaced[id(parameter)][1])
     finally:
-        _ties.replaced = before
+        _ties.replaced, _ties.split = before
 
 
 def distribute_parameter(
@@ -72,10 +79,58 @@ def distribute_parameter(
             )
         return
     new = distribute_tensor(parameter, mesh, layout, src_data_rank=_source(mesh, src_data_rank, parameter))
-    carry_constant(parameter, new)
+    carry_initial_values(parameter, new)
     if _ties.replaced is not None:
         _ties.replaced[id(parameter)] = (parameter, new, where)
     _platform.install_parameter(module, name, new)
+
+
+def split_parameter(
+    module: Any,
+    name: str,
+    dim: int,
+    parts: Mapping[str, tuple[int, tuple[Placement, ...]]],
+    mesh: DeviceMesh,
+    src_data_rank: int | None,
+    where: str,
+) -> None:
+    """Replace the parameter ``name`` of ``module`` by its parts along ``dim``, distributed parameters of their own.
+
+    ``parts`` gives the width and the placements of each by its new name. Where several modules share the parameter they
+    share its parts.
+    """
+    parameter = _platform.own_parameters(module).get(name)
+    if parameter is None:
+        return
+    if id(parameter) in _ties.split:
+        _, made, first = _ties.split[id(parameter)]
+        if made.keys() != parts.keys() or any(
+            one.shape[dim] != parts[part][0] or one.placements != parts[part][1] for part, one in made.items()
+        ):
+            raise ValueError(f"{where}: its parameter {name!r} is shared with {first}, which splits it otherwise")
+        for part, one in made.items():
+            _platform.install_parameter(module, part, one)
+    else:
+        _refuse_deferred(parameter, name, where)
+        start = 0
+        for part, (width, placements) in parts.items():
+            box = tuple((start, width) if d == dim else (0, size) for d, size in enumerate(parameter.shape))
+            piece = _platform.slice_block(_platform.detached(parameter), box)
+            _platform.install_parameter(module, part, _platform.Parameter(piece, requires_grad=parameter.requires_grad))
+            distribute_parameter(module, part, mesh, placements, src_data_rank, where)
+            start += width
+        own = _platform.own_parameters(module)
+        if _ties.replaced is not None:
+            _ties.split[id(parameter)] = (parameter, {part: own[part] for part in parts}, where)
+    _platform.install_parameter(module, name, None)
+
+
+def _refuse_deferred(parameter: Any, name: str, where: str) -> None:
+    if _platform.has_no_memory(parameter):
+        raise ValueError(
+            f"{where}: its parameter {name!r} has no memory yet, and its initial values are made for the whole; call "
+            "materialize before parallelize_module, or use ColwiseParallel, which does not split it"
+        )
 
 
 def replicate_parameters(module: Any, mesh: DeviceMesh, src_data_rank: int | None, where: str) -> None:

@@ -1,7 +1,8 @@
 """Styles for weights that consist of parts: heads that do not divide the ranks, and several projections in one weight.
 
 They compute on plain blocks: a rank's part of the output is not a block of the whole output in its order, so the output
-leaves as a plain tensor, for code that reads the number of heads, or the width of a part, from what it gets.
+leaves as a plain tensor, for code that reads the number of heads, or the width of a part, from what it gets. For code
+that has these numbers from elsewhere, a fused projection can leave as a distributed tensor (``side_by_side.py``).
 
 Note [Parts as parameters]
 The rows of a fused weight that a rank needs lie apart. So each part becomes a parameter of its own, ``weight_q`` beside
@@ -27,9 +28,10 @@ from hyper_parallel.core.shard.boundary import Entry, Exit
 from hyper_parallel.core.shard.plain_parameters import refuse_cut_uses
 from hyper_parallel.core.shard.vary import enter as enter_varying
 from hyper_parallel.core.tensor_parallel.head_share import HeadShare, rows_of
-from hyper_parallel.core.tensor_parallel.module_parameters import distribute_parameter
+from hyper_parallel.core.tensor_parallel.module_parameters import distribute_parameter, split_parameter
 from hyper_parallel.core.tensor_parallel.placements import Placements, check_placements, per_axis
 from hyper_parallel.core.tensor_parallel.projection import plus_bias
+from hyper_parallel.core.tensor_parallel.side_by_side import SideBySide
 from hyper_parallel.core.tensor_parallel.style import ColwiseParallel, RowwiseParallel
 from hyper_parallel.core.tensor_parallel.style_base import ParallelStyle, described
 from hyper_parallel.platform import get_platform
@@ -123,7 +125,8 @@ class FusedColwiseParallel(ParallelStyle):
     ``parts`` gives the names and widths of the projections in their order. Each part's rows become a parameter of their
     own, ``weight_<name>`` and ``bias_<name>``. The output is plain: this rank's block of each part, side by side. With
     ``num_heads`` (and ``num_kv_heads``) the first part is cut by query heads and the others by key heads, as by
-    :class:`HeadParallel`.
+    :class:`HeadParallel`. With ``use_local_output=False`` the output is a distributed tensor with the shape of the
+    whole; ``split``, ``chunk`` or slices take the parts out of it as they lie, and any other operator gathers them.
     forward: nothing; backward: one all-reduce of the gradient of the input.
 
     >>> FusedColwiseParallel({"gate": 8, "up": 8})
@@ -137,6 +140,7 @@ class FusedColwiseParallel(ParallelStyle):
         num_heads: int | None = None,
         num_kv_heads: int | None = None,
         input_layouts: Placements | None = None,
+        use_local_output: bool = True,
     ) -> None:
         if not parts or any(not name.isidentifier() or size < 0 for name, size in parts.items()):
             raise ValueError(
@@ -144,7 +148,13 @@ class FusedColwiseParallel(ParallelStyle):
                 f"{{'gate': 8, 'up': 8}}; got {dict(parts)!r}"
             )
         self.parts = dict(parts)
+        if num_heads is not None and not use_local_output:
+            raise ValueError(
+                "FusedColwiseParallel: parts that are cut by heads leave as plain blocks; leave out num_heads, or "
+                "use_local_output=False"
+            )
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        self.use_local_output = use_local_output
         self.input_layouts = check_placements(
             Replicate() if input_layouts is None else input_layouts, "FusedColwiseParallel"
         )
@@ -153,6 +163,11 @@ class FusedColwiseParallel(ParallelStyle):
         where = f"{self!r} on {type(module).__name__}"
         dims = _linear_dims(module, where)
         linear = _linear_function(module, where)
+        if not self.use_local_output and not _platform.asks_subclasses:
+            raise TypeError(
+                f"{where}: on this framework the parts leave as plain blocks; leave out use_local_output=False, and "
+                "let the code behind the layer read the widths from what it gets"
+            )
         own = _platform.own_parameters(module)
         if own["weight"].shape[dims[0]] != sum(self.parts.values()):
             raise ValueError(
@@ -162,7 +177,8 @@ class FusedColwiseParallel(ParallelStyle):
         indices = self._split(module, device_mesh, dims[0], where)
         whole = (Replicate(),) * device_mesh.ndim
         enter = Entry(device_mesh, per_axis(self.input_layouts, device_mesh), whole, where)
-        _platform.replace_forward(module, _Parts(linear, dims[0], indices, "bias" in own, enter))
+        widths = None if self.use_local_output else tuple(self.parts.values())
+        _platform.replace_forward(module, _Parts(linear, dims[0], indices, "bias" in own, enter, widths))
         return module
 
     def _split(self, module: Any, mesh: DeviceMesh, dim: int, where: str) -> dict[str, Any]:
@@ -170,23 +186,15 @@ class FusedColwiseParallel(ParallelStyle):
         share = None
         if self.num_heads is not None:
             share = HeadShare(self.num_heads, self.num_kv_heads or self.num_heads, mesh.size())
-        indices: dict[str, Any] = {}
-        own = {name: one for name, one in _platform.own_parameters(module).items() if name in ("weight", "bias")}
-        start = 0
-        for place, (part, width) in enumerate(self.parts.items()):
-            indices[part] = self._rows(share, place == 0, width, mesh, where)
-            for name, parameter in own.items():
-                along = dim if name == "weight" else 0
-                box = tuple((start, width) if d == along else (0, size) for d, size in enumerate(parameter.shape))
-                piece = _platform.Parameter(
-                    _platform.slice_block(_platform.detached(parameter), box), requires_grad=parameter.requires_grad
-                )
-                _platform.install_parameter(module, f"{name}_{part}", piece)
-                cut = Shard(along) if indices[part] is None else Replicate()
-                distribute_parameter(module, f"{name}_{part}", mesh, (cut,) * mesh.ndim, self.src_data_rank, where)
-            start += width
-        for name in own:
-            _platform.install_parameter(module, name, None)
+        places = enumerate(self.parts.items())
+        indices = {part: self._rows(share, place == 0, width, mesh, where) for place, (part, width) in places}
+        for name in ("weight", "bias"):
+            along = dim if name == "weight" else 0
+            parts = {
+                f"{name}_{part}": (width, (Shard(along) if indices[part] is None else Replicate(),) * mesh.ndim)
+                for part, width in self.parts.items()
+            }
+            split_parameter(module, name, along, parts, mesh, self.src_data_rank, where)
         return indices
 
     @staticmethod
@@ -201,6 +209,8 @@ class FusedColwiseParallel(ParallelStyle):
         arguments: dict[str, Any] = {"parts": self.parts}
         if self.num_heads is not None:
             arguments |= {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads or self.num_heads}
+        if not self.use_local_output:
+            arguments["use_local_output"] = False
         return described(self, **arguments)
 
 
@@ -218,10 +228,19 @@ class _RowsOfWhole:
 
 
 class _Parts:
-    """forward of a linear layer whose parts are parameters of their own."""
+    """forward of a linear layer whose parts are parameters of their own; with ``widths`` the result is distributed."""
 
-    def __init__(self, linear: Any, dim: int, indices: dict[str, Any], has_bias: bool, enter: Entry) -> None:
-        self.linear, self.dim, self.indices, self.has_bias, self.enter = linear, dim, indices, has_bias, enter
+    def __init__(
+        self,
+        linear: Any,
+        dim: int,
+        indices: dict[str, Any],
+        has_bias: bool,
+        enter: Entry,
+        widths: tuple[int, ...] | None,
+    ) -> None:
+        self.linear, self.dim, self.indices, self.has_bias = linear, dim, indices, has_bias
+        self.enter, self.widths = enter, widths
 
     def __call__(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         (x,) = args or kwargs.values()
@@ -230,7 +249,8 @@ class _Parts:
         if self.has_bias:
             pieces = [_own(getattr(module, f"bias_{part}"), 0, rows) for part, rows in self.indices.items()]
             bias = _platform.cat(pieces, 0)
-        return self.linear(_varying(self.enter(x)), _platform.cat(weights, self.dim), bias)
+        product = self.linear(_varying(self.enter(x)), _platform.cat(weights, self.dim), bias)
+        return product if self.widths is None else SideBySide.of_blocks(product, self.widths, self.enter.mesh)
 
 
 class _OutputOfHeads:
@@ -291,12 +311,19 @@ def _index(rows: list[int], mesh: DeviceMesh) -> Any:
 def _linear_dims(module: Any, where: str) -> tuple[int, int]:
     dims = _platform.linear_weight_dims(module)
     if dims is None:
-        raise NotImplementedError(f"{where}: only linear layers have rows to share out")
+        raise TypeError(
+            f"{where}: only linear layers have rows to share out; use NoParallel() to keep a {type(module).__name__} "
+            "whole on every rank, or write a ParallelStyle for it"
+        )
     return dims
 
 
 def _linear_function(module: Any, where: str) -> Any:
     linear = _platform.linear_function(module)
     if linear is None:
-        raise NotImplementedError(f"{where}: the layer computes in a way of its own; only plain ones are cut so")
+        raise TypeError(
+            f"{where}: the layer computes in a way of its own (an activation, or a forward of its class), so its rows "
+            "cannot be told apart; use ColwiseParallel() or RowwiseParallel(), which leave its computation as it is, "
+            "or make it a plain linear layer with what it adds behind it"
+        )
     return linear

@@ -6,6 +6,7 @@ On a mesh of several axes one placement is meant for all of them; a tuple gives 
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
@@ -79,9 +80,9 @@ class _CutWeight(ParallelStyle):
             _platform.replace_forward(module, Projection(linear, enter, leave, bias_behind))
         return module
 
+    @abstractmethod
     def _placements(self, dims: tuple[int, int] | None, mesh: DeviceMesh) -> Any:
         """The placements of weight, bias and input; ``dims`` are a linear weight's, output and input."""
-        raise NotImplementedError
 
     def _linear_placements(self, dims: tuple[int, int], weight: tuple[Placement, ...]) -> Any:
         """Of a linear layer whose weight lies under ``weight``: the bias follows its outputs, the input its inputs."""

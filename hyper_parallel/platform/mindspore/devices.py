@@ -103,11 +103,14 @@ def profiler_record(name: str) -> Iterator[None]:
 # ---------------------------------------------------------------- modules built on a chosen device
 
 
+_Noting = Callable[[Parameter, Any], None] | None
+
+
 class _Wanted(threading.local):
-    """Where this thread's new parameters shall live; the innermost ``init_on_device`` decides."""
+    """Where this thread's new parameters shall live, and who is told of them; the innermost context decides."""
 
     def __init__(self) -> None:
-        self.devices: list[str] = []
+        self.contexts: list[tuple[str, _Noting]] = []
 
 
 _wanted = _Wanted()
@@ -117,12 +120,17 @@ _num_active = 0
 
 
 def _make_parameter_on_device(cls: type, default_input: Any, *args: Any, **kwargs: Any) -> Any:
-    if not _wanted.devices:
+    if not _wanted.contexts:
         return _make_parameter(cls, default_input, *args, **kwargs)
-    with ms.DeviceCtx(_wanted.devices[-1]):
+    device, noting = _wanted.contexts[-1]
+    given = default_input
+    with ms.DeviceCtx(device):
         if isinstance(default_input, Tensor) and not default_input.has_init:
-            default_input = default_input.to(_wanted.devices[-1])
-        return _make_parameter(cls, default_input, *args, **kwargs)
+            default_input = default_input.to(device)
+        made = _make_parameter(cls, default_input, *args, **kwargs)
+    if noting is not None:
+        noting(made, given)
+    return made
 
 
 @contextlib.contextmanager
@@ -132,6 +140,17 @@ def init_on_device(device: str, include_buffers: bool = False) -> Iterator[None]
     A parameter on the meta device keeps its initializer, which ``init_parameters`` runs later. With
     ``include_buffers`` every tensor that the constructors make is there. Contexts nest, the innermost decides, and
     other threads see nothing of it.
+    """
+    with (
+        making_parameters_on(device),
+        ms.DeviceCtx(_device_name(device)) if include_buffers else contextlib.nullcontext(),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def making_parameters_on(device: str, noting: _Noting = None) -> Iterator[None]:
+    """Inside, new parameters are on ``device``, and ``noting(parameter, given)`` is told what each was made of.
 
     MindSpore makes parameters in ``Parameter.__new__`` and has no hook there, so that is replaced while such a context
     is active.
@@ -141,12 +160,11 @@ def init_on_device(device: str, include_buffers: bool = False) -> Iterator[None]
     with _patch_lock:
         _num_active += 1
         Parameter.__new__ = _make_parameter_on_device
-    _wanted.devices.append(name)
+    _wanted.contexts.append((name, noting))
     try:
-        with ms.DeviceCtx(name) if include_buffers else contextlib.nullcontext():
-            yield
+        yield
     finally:
-        _wanted.devices.pop()
+        _wanted.contexts.pop()
         with _patch_lock:
             _num_active -= 1
             if _num_active == 0:

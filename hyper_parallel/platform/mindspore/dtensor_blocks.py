@@ -135,7 +135,9 @@ def _joined(pieces: list[tuple[Box, Any]], dim: int, ndim: int) -> Any:
 
 
 def slice_block(tensor: Any, box: Box) -> Any:
-    """A part of the tensor, in memory of its own."""
+    """A part of the tensor, in memory of its own; of one on the meta device, which has none, another there."""
+    if tensors.is_meta(tensor):
+        return tensors.new_tensor([length for _, length in box], tensor.dtype, tensor.device)
     with private_api.no_grad():
         return clone(_part(tensor, box))
 

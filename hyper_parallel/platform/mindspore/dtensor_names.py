@@ -520,6 +520,16 @@ def _dropout_ext(input: Any, p: float = 0.5, training: Any = True, *rest: Any) -
     return dispatch(RANDOM["dropout"], (input, p, training is not False), {})
 
 
+@_composes("InplaceNormal")
+def _normal_(input: Any, mean: float = 0.0, std: float = 1.0, *state: Any) -> Any:
+    return dispatch(RANDOM["normal_"], (input, mean, std), {})
+
+
+@_composes("InplaceUniform")
+def _uniform_(input: Any, low: float = 0.0, high: float = 1.0, *state: Any) -> Any:
+    return dispatch(RANDOM["uniform_"], (input, low, high), {})
+
+
 def _random(name: str) -> Callable[..., Any]:
     def draw(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError(f"{name} is answered by the library")

@@ -10,6 +10,7 @@ import mindspore
 from hyper_parallel.platform.mindspore import (
     activation,
     collectives,
+    deferred,
     devices,
     differentiable,
     grad_norm,
@@ -140,6 +141,8 @@ class MindSporePlatform(DistributedTensors, Platform):
     install_parameter = staticmethod(modules.install_parameter)
     plain_parameters_behind = staticmethod(parameter_uses.plain_parameters_behind)
     has_no_memory = staticmethod(modules.has_no_memory)
+    without_memory = staticmethod(deferred.without_memory)
+    reset_parameters = staticmethod(deferred.reset_parameters)
     register_forward_pre_hook = staticmethod(modules.register_forward_pre_hook)
     register_full_backward_hook = staticmethod(modules.register_full_backward_hook)
     register_full_backward_pre_hook = staticmethod(modules.register_full_backward_pre_hook)

@@ -104,6 +104,14 @@ def install_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> 
     module.register_parameter(name, parameter)
 
 
+def use_separate_projections(module: nn.MultiheadAttention) -> None:
+    """Let the attention compute with ``q_proj_weight``, ``k_proj_weight`` and ``v_proj_weight``.
+
+    PyTorch decides that when the module is built, from its sizes, and keeps the answer under a private name only.
+    """
+    module._qkv_same_embed_dim = False
+
+
 def has_no_memory(tensor: torch.Tensor) -> bool:
     """Whether the tensor is on the meta device."""
     return tensor.is_meta
@@ -314,8 +322,13 @@ def init_parameters(module: nn.Module, stage_index: int, device: torch.device | 
         _check_all_have_values(module, materialised, stage_index)
 
 
-def reset_parameters(module: nn.Module, parameters: list[torch.Tensor]) -> None:
-    """Let the modules inside give ``parameters`` their initial values, from the inside out; others keep theirs."""
+def reset_parameters(module: nn.Module, parameters: list[torch.Tensor], fill_random: Callable[..., Any]) -> None:
+    """Let the modules inside give ``parameters`` their initial values, from the inside out; others keep theirs.
+
+    ``fill_random`` is not needed: the modules' own code calls random operators, and those of distributed tensors are
+    HyperParallel's.
+    """
+    del fill_random
     wanted = {id(parameter) for parameter in parameters}
     if wanted:
         _reset(module, wanted, [tensor for tensor in _tensors_inside(module) if id(tensor) not in wanted])

@@ -51,6 +51,7 @@ class TorchPlatform(Platform):
     Parameter = torch.nn.Parameter
     Module = torch.nn.Module
     Function = torch.autograd.Function
+    asks_subclasses = True
     DTensorBase = dtensor_base.DTensorBase
     ones = staticmethod(torch.ones)
     empty = staticmethod(torch.empty)
@@ -164,6 +165,7 @@ class TorchPlatform(Platform):
     install_parameter = staticmethod(modules.install_parameter)
     plain_parameters_behind = staticmethod(parameter_uses.plain_parameters_behind)
     has_no_memory = staticmethod(modules.has_no_memory)
+    use_separate_projections = staticmethod(modules.use_separate_projections)
     register_forward_pre_hook = staticmethod(modules.register_forward_pre_hook)
     register_full_backward_hook = staticmethod(modules.register_full_backward_hook)
     register_full_backward_pre_hook = staticmethod(modules.register_full_backward_pre_hook)
