@@ -52,12 +52,23 @@ $(MINDSPORE_STAMP): pyproject.toml constraints.txt
 demo: $(STAMP) ## train a small Llama cut over 4 local processes, next to one process
 	@$(BIN)/python examples/llama_demo.py $(ARGS)
 
-# Both frameworks are tested even when the first one fails; the status is that of the worse.
+# The frameworks are tested side by side: the first one's output is shown as it comes, the others' in one piece behind
+# it. All are tested even when one fails; the status is that of the worst.
 test: setup ## run the tests on both frameworks (PLATFORM=torch or mindspore: one, TESTS=path, ARGS="-k name")
-	@failed=0; for platform in $(PLATFORM); do \
-		bin=$(BIN); test $$platform != mindspore || bin=$(MINDSPORE_VENV)/bin; \
-		$$bin/python -m pytest $(TESTS) --platform=$$platform $(ARGS) || failed=1; \
-	done; exit $$failed
+	@run() { \
+		bin=$(BIN); test $$1 != mindspore || bin=$(MINDSPORE_VENV)/bin; \
+		exec $$bin/python -m pytest $(TESTS) --platform=$$1 $(ARGS); \
+	}; \
+	set -- $(PLATFORM); first=$$1; shift; failed=0; others=; logs=$$(mktemp -d); \
+	trap 'for other in $$others; do kill $${other%:*} 2>/dev/null; done; rm -rf "$$logs"' EXIT; trap 'exit 130' INT TERM; \
+	for platform in "$$@"; do \
+		(run $$platform) > $$logs/$$platform 2>&1 & others="$$others $$!:$$platform"; \
+	done; \
+	(run $$first) || failed=1; \
+	for other in $$others; do \
+		wait $${other%:*} || failed=1; cat $$logs/$${other#*:}; \
+	done; \
+	others=; exit $$failed
 
 bench: $(STAMP) ## run every benchmark, or one: make bench BENCH=benchmarks/collectives.py
 	@set -e; for benchmark in $(BENCH); do echo "== $$benchmark"; $(BIN)/python $$benchmark $(ARGS); done

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import copy
-import doctest
-import importlib
-import inspect
 import json
 import math
 import pickle
-import pkgutil
 import threading
 
 import numpy as np
@@ -18,9 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import hyper_parallel
 from hyper_parallel import DeviceMesh, Layout, Partial, Replicate, Shard
-from hyper_parallel.core import dtensor as dtensor_package
 from hyper_parallel.core.dtensor.device_mesh import init_device_mesh
 from hyper_parallel.core.dtensor.layout import chunk_interval
 from hyper_parallel.core.dtensor.placement_types import REDUCE_OPS, Placement
@@ -246,22 +240,3 @@ def test_a_rank_outside_holds_nothing():
     assert compute_local_shape_and_global_offset((5, 3), mesh, [Shard(0)]) == ((0, 0), (0, 0))
     with pytest.raises(RuntimeError, match=r"rank 0 is not part of DeviceMesh.*so it holds no part of Layout"):
         Layout.of(mesh, ((0,), ())).local_shape((5, 3))
-
-
-# ---------------------------------------------------------------- examples in docstrings
-
-
-def _home(public):
-    return public.__name__ if inspect.ismodule(public) else public.__module__
-
-
-MODULES = {
-    *(module.name for module in pkgutil.iter_modules(dtensor_package.__path__, f"{dtensor_package.__name__}.")),
-    *(_home(getattr(hyper_parallel, name)) for name in hyper_parallel.__all__ if name != "__version__"),
-    "hyper_parallel.core.utils",
-}
-
-
-@pytest.mark.parametrize("name", sorted(MODULES))
-def test_examples_in_docstrings_run(name):
-    assert doctest.testmod(importlib.import_module(name)).failed == 0
