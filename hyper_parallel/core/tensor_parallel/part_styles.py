@@ -287,7 +287,23 @@ def _own(parameter: Any, dim: int, rows: Any) -> Any:
     if rows is None:
         return parameter.to_local()
     pending = (Partial(),) * parameter.device_mesh.ndim
-    return parameter.to_local(grad_placements=pending).index_select(dim, rows)
+    whole = parameter.to_local(grad_placements=pending)
+    return whole.index_select(dim, rows) if rows.shape[0] else NoRows.apply(whole, dim)
+
+
+class NoRows(_platform.Function):  # type: ignore[misc, name-defined]
+    """forward: none of the rows; backward: zeros for all of them. MindSpore has no gradient of an empty selection."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Any, dim: int) -> Any:
+        ctx.like = _platform.detached(whole)
+        shape = [0 if d == dim else size for d, size in enumerate(whole.shape)]
+        return _platform.new_tensor(shape, whole.dtype, whole.device)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        del gradient
+        return _platform.full_like(ctx.like, 0), None
 
 
 def _varying(x: Any) -> Any:

@@ -16,6 +16,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, mint, nn
 
 from hyper_parallel.platform.mindspore import private_api
+from hyper_parallel.platform.mindspore.dtensor_empty import has_no_elements, zeros_of
 from hyper_parallel.platform.mindspore.memory import copy_into, from_array, memory_of, numpy_type
 from hyper_parallel.platform.mindspore.tensors import detached, dtype_name, is_meta, tensor_to_numpy
 
@@ -91,7 +92,16 @@ def linear_function(module: nn.Cell) -> Callable[[Any, Any, Any], Any] | None:
     is_own = any(construct is kind.construct for kind in (nn.Dense, mint.nn.Linear))
     if not is_own or "construct" in vars(module) or getattr(module, "activation_flag", False):
         return None
-    return mint.nn.functional.linear
+    return _linear
+
+
+def _linear(x: Any, weight: Any, bias: Any) -> Any:
+    """The product and the bias; of plain blocks without elements too, see Note [Sums over nothing]."""
+    if _is_spread(weight) or not (has_no_elements(weight) or has_no_elements(x)):
+        return mint.nn.functional.linear(x, weight, bias)
+    given = (x, weight) if bias is None else (x, weight, bias)
+    out = zeros_of((*x.shape[:-1], weight.shape[0]), x.dtype, *given)
+    return out if bias is None or has_no_elements(out) else out + bias
 
 
 def replace_forward(module: nn.Cell, forward: Callable[..., Any]) -> None:
