@@ -189,3 +189,13 @@ def test_whole_numbers_are_copied_from_sums_that_are_done() -> None:
     pending = hp.DTensor.from_local(torch.zeros(3, dtype=torch.int64), mesh, [hp.Partial()])
     with pytest.raises(RuntimeError, match=r"_foreach_copy_ cannot write .*call reduce_partial\(\) first"):
         torch._foreach_copy_([pending], [halves])
+
+
+@run_on_ranks(2)
+def test_norms_of_negative_order_with_an_empty_block() -> None:
+    mesh = hp.init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
+    values = [tensor(1, 3, low=1.0), tensor(4, low=1.0)]
+    ours = [hp.distribute_tensor(value, mesh, [hp.Shard(0)]) for value in values]
+    for order in (-2, -1.0, 1, 2, float("inf"), float("-inf")):
+        for mine, want in zip(torch._foreach_norm(ours, order), torch._foreach_norm(values, order), strict=True):
+            torch.testing.assert_close(mine.full_tensor(), want, msg=lambda text, o=order: f"order {o}: {text}")

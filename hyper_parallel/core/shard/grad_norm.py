@@ -36,11 +36,17 @@ def whole_norms(tensors: Sequence[Any], order: float, dtype: Any = None) -> list
     if spread:
         finish_checks()
     for (mesh, axes), positions in spread.items():
-        parts = [norms[position] for position in positions]
+        parts = [_norm_of_part(norms[position], blocks[position], order) for position in positions]
         completed = because("norm of gradients", _platform.complete_norms, parts, order, mesh.get_group(axes))
         for position, norm in zip(positions, completed, strict=True):
             norms[position] = norm
     return [_platform.finished_norm(norm, block, dtype) for norm, block in zip(norms, blocks, strict=True)]
+
+
+def _norm_of_part(norm: Any, block: Any, order: float) -> Any:
+    """A block without elements changes nothing: for negative orders, where the smallest elements count, as infinity."""
+    is_empty = 0 in tuple(block.shape)
+    return _platform.full_like(norm, float("inf")) if is_empty and order < 0 else norm
 
 
 _platform.set_whole_norms(whole_norms)
