@@ -11,7 +11,7 @@ MINDSPORE_VENV := .venv-mindspore
 # compare the frameworks and start ranks with torchrun.
 EXTRAS ?= torch,dev
 MINDSPORE_EXTRAS ?= mindspore,torch,dev
-# make test PLATFORM=torch TESTS=tests/platform/test_collectives.py; without PLATFORM both frameworks, one by one
+# make test PLATFORM=torch TESTS=tests/platform/test_collectives.py; without PLATFORM both frameworks, side by side
 PLATFORM ?= torch mindspore
 TESTS ?= tests
 # Extra arguments: make test ARGS="-k all_reduce --world-size 4", make demo ARGS="--steps 200"
