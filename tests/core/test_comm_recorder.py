@@ -10,18 +10,17 @@ import torch
 
 from hyper_parallel import (
     CommRecorder,
-    DTensor,
     Layout,
     Partial,
     Replicate,
     Shard,
-    distribute_tensor,
     explain,
     get_platform,
 )
 from hyper_parallel.core.dtensor.comm_recorder import CommRecord, asked_by, is_recording
 from hyper_parallel.core.dtensor.device_mesh import init_device_mesh
 from tests.core.layout_cases import every_layout
+from tests.frameworks import backward, dist, distribute_tensor, from_local, ours
 from tests.world import run_on_ranks
 
 
@@ -34,7 +33,7 @@ def make_mesh(*shape):
 
 @run_on_ranks(4)
 def test_every_collective_is_written_down():
-    mesh, rank = make_mesh(2, 2), torch.distributed.get_rank()
+    mesh, rank = make_mesh(2, 2), dist.get_rank()
     pair = (0, 1) if rank < 2 else (2, 3)
     cut = distribute_tensor(torch.zeros(4, 6), mesh, [Replicate(), Shard(0)])
     pending = distribute_tensor(torch.zeros(4, 6, dtype=torch.float64), mesh, [Partial(), Partial()])
@@ -85,9 +84,9 @@ def test_who_asked():
         moved = leaf.redistribute(placements=[Shard(1)])
         result = leaf + other
         moved.sum().backward()
-        result.to_local(grad_placements=[Shard(result.placements[0].dim)]).sum().backward()
+        backward(result.to_local(grad_placements=[Shard(result.placements[0].dim)]).sum())
         with asked_by("my pipeline"):
-            get_platform().all_reduce(torch.ones(2), None)
+            get_platform().all_reduce(ours(torch.ones(2)), None)
     reasons = [record.asked_by for record in recorder.records]
     assert reasons[0] == "explicit"
     assert reasons[1] == "implicit for add"
@@ -99,21 +98,21 @@ def test_who_asked():
 def test_recorders_nest_and_hear_plain_collectives_too():
     platform = get_platform()
     with CommRecorder() as outer:
-        platform.all_reduce(torch.ones(3), None)
+        platform.all_reduce(ours(torch.ones(3)), None)
         with CommRecorder() as inner:
-            platform.broadcast(torch.ones(2), 0, None)
+            platform.broadcast(ours(torch.ones(2)), 0, None)
             with pytest.raises(RuntimeError, match="recording already; use another one for a nested block"):
                 inner.__enter__()
-        platform.all_reduce(torch.ones(3), None)
+        platform.all_reduce(ours(torch.ones(3)), None)
     assert [record.op for record in outer.records] == ["all_reduce", "broadcast", "all_reduce"]
     assert [record.op for record in inner.records] == ["broadcast"]
-    platform.all_reduce(torch.ones(3), None)
+    platform.all_reduce(ours(torch.ones(3)), None)
     assert len(outer.records) == 3
     with pytest.raises(KeyError), CommRecorder() as broken:
         raise KeyError
     assert not is_recording()
     with broken:  # a recorder goes on where it stopped
-        platform.all_reduce(torch.ones(3), None)
+        platform.all_reduce(ours(torch.ones(3)), None)
     assert len(broken.records) == 1
 
 
@@ -182,7 +181,7 @@ def bytes_of_every_pair(mesh_shape, shape):
     layouts = [Layout.of(mesh, *spec) for spec in every_layout(len(mesh_shape), len(shape))]
     recorded, foretold = [], []
     for source, target in itertools.product(layouts, repeat=2):
-        start = DTensor.from_local(torch.zeros(source.local_shape(shape)), mesh, source, shape=shape)
+        start = from_local(torch.zeros(source.local_shape(shape)), mesh, source, shape=shape)
         with CommRecorder() as recorder:
             start.redistribute(mesh, target)
         recorded.append(recorder.total_bytes)

@@ -6,17 +6,32 @@ import itertools
 
 import pytest
 import torch
-from torch import nn
 
 import hyper_parallel as hp
-from hyper_parallel import CommRecorder, DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
+from hyper_parallel import CommRecorder, DTensor, Partial, Replicate, Shard, distribute_module
 from hyper_parallel.core.dtensor.device_mesh import init_device_mesh
+from hyper_parallel.platform import get_platform
 from tests.core.layout_cases import block_of
+from tests.frameworks import (
+    assert_close,
+    backward,
+    dist,
+    distribute_tensor,
+    dtype_of,
+    equal,
+    grad_of,
+    leaf,
+    ours,
+    parameter,
+    theirs,
+    zero_grad,
+)
+from tests.frameworks.models import Module, fill, linear
 from tests.world import run_on_ranks
 
 
 def make_mesh(*shape, **options):
-    shape = shape or (torch.distributed.get_world_size(),)
+    shape = shape or (dist.get_world_size(),)
     return init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[: len(shape)], **options)
 
 
@@ -31,20 +46,18 @@ def test_cutting_communicates_nothing():
             [(5, 3), (4, 4), (1, 2), (0, 3)],
             [[Shard(0), Shard(1)], [Shard(0), Shard(0)], [Replicate(), Shard(-1)], [Partial(), Replicate()]],
         ):
-            whole = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+            whole = ours(torch.arange(float(torch.Size(shape).numel())).reshape(shape))
             made = distribute_tensor(whole, mesh, placements)
             assert type(made) is DTensor and made.is_leaf and not made.requires_grad
             if not made.layout.has_partial:
-                assert torch.equal(made.to_local(), block_of(whole, made.layout))
-            assert (
-                made.to_local().untyped_storage().data_ptr() != whole.untyped_storage().data_ptr() or not whole.numel()
-            )
+                assert equal(made.to_local(), block_of(theirs(whole), made.layout))
+            assert made.to_local().numel() == 0 or made.to_local().data_ptr() != whole.data_ptr()
     assert recorder.records == []
 
 
 @run_on_ranks(2)
 def test_pending_values_are_held_once():
-    mesh, rank = make_mesh(), torch.distributed.get_rank()
+    mesh, rank = make_mesh(), dist.get_rank()
     blocks = {"sum": (5.0, 0.0), "prod": (5.0, 1.0), "avg": (5.0, 5.0), "max": (5.0, 5.0), "min": (5.0, 5.0)}
     for op, by_rank in blocks.items():
         made = distribute_tensor(torch.tensor([5.0]), mesh, [Partial(op)])
@@ -54,30 +67,31 @@ def test_pending_values_are_held_once():
 @run_on_ranks(2)
 def test_leaves_stay_leaves_and_computed_tensors_stay_connected():
     mesh = make_mesh()
-    leaf = torch.arange(5.0, requires_grad=True)
-    made = distribute_tensor(leaf, mesh, [Shard(0)])
+    start = leaf(torch.arange(5.0))
+    made = distribute_tensor(start, mesh, [Shard(0)])
     assert made.is_leaf and made.requires_grad
-    made.full_tensor().sum().backward()
-    assert made.grad is not None and leaf.grad is None
+    backward(made.full_tensor().sum())
+    assert made.grad is not None and grad_of(start) is None
 
     for placements in ([Shard(0)], [Replicate()], [Partial()], [Partial("avg")]):
-        leaf.grad = None
-        made = distribute_tensor(leaf * 2, mesh, placements)
+        zero_grad(start)
+        made = distribute_tensor(start * 2, mesh, placements)
         assert not made.is_leaf and made.requires_grad
-        made.full_tensor().backward(torch.arange(5.0))
-        assert torch.equal(leaf.grad, torch.arange(5.0) * 2), placements
-    with torch.no_grad():
-        assert not distribute_tensor(leaf * 2, mesh, [Shard(0)]).requires_grad
+        backward(made.full_tensor(), torch.arange(5.0))
+        assert equal(grad_of(start), torch.arange(5.0) * 2), placements
+    with get_platform().no_grad():
+        assert not distribute_tensor(start * 2, mesh, [Shard(0)]).requires_grad
 
-    parameter = distribute_tensor(nn.Parameter(torch.ones(3)), mesh, [Shard(0)])
-    assert isinstance(parameter, nn.Parameter) and parameter.requires_grad
-    frozen = distribute_tensor(nn.Parameter(torch.ones(3), requires_grad=False), mesh, [Shard(0)])
-    assert isinstance(frozen, nn.Parameter) and not frozen.requires_grad
+    Parameter = get_platform().Parameter
+    made = distribute_tensor(parameter(torch.ones(3)), mesh, [Shard(0)])
+    assert isinstance(made, Parameter) and made.requires_grad
+    frozen = distribute_tensor(parameter(torch.ones(3), requires_grad=False), mesh, [Shard(0)])
+    assert isinstance(frozen, Parameter) and not frozen.requires_grad
 
 
 @run_on_ranks(4)
 def test_scattering_from_one_rank():
-    rank = torch.distributed.get_rank()
+    rank = dist.get_rank()
     whole = torch.arange(15.0).reshape(5, 3)
     mine = whole if rank == 2 else torch.full_like(whole, -1)
     for mesh in (make_mesh(2, 2), make_mesh(4), make_mesh(2, 2, rank_list=[3, 1, 0, 2])):
@@ -89,7 +103,7 @@ def test_scattering_from_one_rank():
         ):
             with CommRecorder() as recorder:
                 made = distribute_tensor(mine, mesh, placements, src_data_rank=2)
-            assert torch.equal(made.full_tensor(), whole), placements
+            assert equal(made.full_tensor(), whole), placements
             others = 4 * sum(
                 torch.Size(made.layout.local_shape((5, 3), mesh.coordinate_of(r))).numel() for r in (0, 1, 3)
             )
@@ -102,16 +116,7 @@ def test_scattering_from_one_rank():
     with pytest.raises(
         ValueError, match=r"computed tensor of shape \(5, 3\) .* cannot be sent from rank 2.*detach\(\) it"
     ):
-        distribute_tensor(mine.requires_grad_() * 2, make_mesh(4), [Shard(0)], src_data_rank=2)
-
-
-@run_on_ranks(4)
-def test_ranks_outside_hold_an_empty_block():
-    mesh = make_mesh(2, rank_list=[3, 1])
-    leaf = torch.arange(6.0, requires_grad=True)
-    for made in (distribute_tensor(leaf, mesh, [Shard(0)]), distribute_tensor(leaf * 2, mesh, [Shard(0)])):
-        assert made.shape == (6,) and made.requires_grad and made.placements == (Shard(0),)
-        assert made.local_shape == ((0,), (3,), (0,), (3,))[torch.distributed.get_rank()]
+        distribute_tensor(leaf(mine) * 2, make_mesh(4), [Shard(0)], src_data_rank=2)
 
 
 @run_on_ranks(2)
@@ -152,7 +157,12 @@ def test_constants(name):
     mesh = make_mesh(2, 2)
     with CommRecorder() as recorder:
         made = [
-            (shape, placements, dtype, make(shape, mesh, placements, dtype=dtype, requires_grad=dtype is torch.float64))
+            (
+                shape,
+                placements,
+                dtype,
+                make(shape, mesh, placements, dtype=ours(dtype), requires_grad=dtype is torch.float64),
+            )
             for shape in [(5, 3), (4,), (0, 2), ()]
             for placements in [[Shard(0), Shard(-1)], [Shard(0)] * 2, [Replicate()] * 2, [Partial(), Partial("max")]]
             for dtype in (None, torch.float64, torch.int32, torch.bfloat16)
@@ -166,7 +176,7 @@ def test_constants(name):
         )
         assert tensor.requires_grad == (dtype is torch.float64) and tensor.is_leaf
         expected = plain(shape, dtype=dtype)
-        assert tensor.dtype is expected.dtype and torch.equal(tensor.full_tensor(), expected), (
+        assert dtype_of(tensor) is expected.dtype and equal(tensor.full_tensor(), expected), (
             shape,
             placements,
             dtype,
@@ -178,18 +188,18 @@ def test_other_factories():
     mesh = make_mesh()
     with mesh:  # the mesh of the block is used when none is given
         made = hp.empty((5, 2), placements=[Shard(0)], dtype="int16", device="cpu")
-        assert made.dtype is torch.int16 and made.local_shape[1] == 2 and made.shape == (5, 2)
+        assert dtype_of(made) is torch.int16 and made.local_shape[1] == 2 and made.shape == (5, 2)
         assert hp.ones(3).shape == (3,)
-        assert hp.full((3,), 2, placements=[Shard(0)]).dtype is torch.int64
-        assert torch.equal(hp.full((3,), True, placements=[Shard(0)]).full_tensor(), torch.ones(3, dtype=torch.bool))
+        assert dtype_of(hp.full((3,), 2, placements=[Shard(0)])) is torch.int64
+        assert equal(hp.full((3,), True, placements=[Shard(0)]).full_tensor(), torch.ones(3, dtype=torch.bool))
     for placements in ([Shard(0)], [Replicate()], [Partial()]):
         for bounds, options in (((7,), {}), ((2, 9, 3), {"dtype": torch.float64}), ((0.0, 1.0, 0.1), {}), ((0,), {})):
-            made = hp.arange(*bounds, device_mesh=mesh, placements=placements, device="cpu", **options)
-            assert torch.equal(made.full_tensor(), torch.arange(*bounds, **options))
+            made = hp.arange(*bounds, device_mesh=mesh, placements=placements, device="cpu", **ours(options))
+            assert equal(made.full_tensor(), torch.arange(*bounds, **options))
     assert hp.arange(4.0, device_mesh=mesh, placements=[Shard(0)], requires_grad=True).requires_grad
     for make in (hp.rand, hp.randn):
-        made = make((5, 3), mesh, [Shard(0)], dtype=torch.float64, requires_grad=True)
-        assert made.shape == (5, 3) and made.dtype is torch.float64 and made.requires_grad and made.is_leaf
+        made = make((5, 3), mesh, [Shard(0)], dtype=ours(torch.float64), requires_grad=True)
+        assert made.shape == (5, 3) and dtype_of(made) is torch.float64 and made.requires_grad and made.is_leaf
     with pytest.raises(ValueError, match=r"zeros: sizes cannot be negative, got \(-1, 2\)"):
         hp.zeros((-1, 2), mesh, [Shard(0)])
     with pytest.raises(ValueError, match="ones needs a mesh"):
@@ -199,24 +209,28 @@ def test_other_factories():
 # ---------------------------------------------------------------- modules
 
 
-class Net(nn.Module):
+class Net(Module):
     def __init__(self):
         super().__init__()
-        self.first = nn.Linear(4, 6)
-        self.second = nn.Linear(6, 4)
+        self.first = linear(4, 6, dtype=torch.float64)
+        self.second = linear(6, 4, dtype=torch.float64)
         self.tied = self.second.weight
-        self.register_buffer("scale", torch.tensor(2.0))
+        self.register_buffer("scale", ours(torch.tensor(2.0, dtype=torch.float64)))
         self.register_buffer("nothing", None)
 
     def forward(self, data):
-        return self.second(torch.relu(self.first(data))) * self.scale
+        return self.second(self.first(data).tanh()) * self.scale
 
 
 def nets():
-    torch.manual_seed(0)
-    net = Net().double()
-    torch.manual_seed(0)
-    return net, Net().double()
+    return fill(Net()), fill(Net())
+
+
+def parameters_of(net):
+    return get_platform().parameters_dict(net)
+
+
+DATA = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(3, 4)
 
 
 @run_on_ranks(2)
@@ -224,17 +238,17 @@ def test_what_is_left_becomes_replicated():
     mesh = make_mesh()
     net, plain = nets()
     assert distribute_module(net, mesh) is net
-    assert all(isinstance(p, nn.Parameter) and p.layout.is_replicated for p in net.parameters())
-    assert type(net.scale) is DTensor and net.nothing is None
+    kind = get_platform().Parameter
+    assert all(isinstance(p, kind) and p.layout.is_replicated for p in parameters_of(net).values())
+    assert isinstance(net.scale, DTensor) and net.nothing is None
     assert net.tied is net.second.weight
-    assert [name for name, _ in net.named_parameters()] == [name for name, _ in plain.named_parameters()]
-    data = torch.ones(3, 4, dtype=torch.float64)
-    result = net(distribute_tensor(data, mesh, [Shard(0)]))
-    assert torch.allclose(result.full_tensor(), plain(data))
+    assert list(parameters_of(net)) == list(parameters_of(plain))
+    result, expected = net(distribute_tensor(DATA, mesh, [Shard(0)])), plain(ours(DATA))
+    assert_close(result.full_tensor(), expected)
     result.sum().backward()
-    plain(data).sum().backward()
-    for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
-        assert torch.allclose(mine.grad.full_tensor(), theirs.grad)
+    backward(expected.sum())
+    for name, theirs_ in parameters_of(plain).items():
+        assert_close(parameters_of(net)[name].grad.full_tensor(), grad_of(theirs_))
 
 
 @run_on_ranks(2)
@@ -244,16 +258,16 @@ def test_partition_fn_sees_every_module_first():
     seen = []
 
     def partition(name, module, its_mesh):
-        seen.append((name, type(module).__name__, its_mesh))
+        seen.append((name, its_mesh))
         if name == "first":
-            module.weight = nn.Parameter(distribute_tensor(module.weight.detach(), its_mesh, [Shard(0)]))
+            made = distribute_tensor(theirs(module.weight), its_mesh, [Shard(0)])
+            get_platform().install_parameter(module, "weight", get_platform().as_parameter(made, True))
 
     with mesh:
         distribute_module(net, partition_fn=partition)
-    assert seen == [("", "Net", mesh), ("first", "Linear", mesh), ("second", "Linear", mesh)]
+    assert seen == [("", mesh), ("first", mesh), ("second", mesh)]
     assert net.first.weight.placements == (Shard(0),) and net.first.bias.layout.is_replicated
-    data = torch.ones(3, 4, dtype=torch.float64)
-    assert torch.allclose(net(distribute_tensor(data, mesh)).full_tensor(), plain(data))
+    assert_close(net(distribute_tensor(DATA, mesh)).full_tensor(), plain(ours(DATA)))
 
 
 @run_on_ranks(2)
@@ -271,9 +285,9 @@ def test_hooks_of_the_root():
         return outputs.full_tensor()
 
     distribute_module(net, mesh, None, before, after)
-    data = torch.arange(12.0, dtype=torch.float64).reshape(3, 4)
-    result = net(data)
-    assert type(result) is torch.Tensor and torch.allclose(result, plain(data))
+    result = net(ours(DATA))
+    assert type(result) is get_platform().Tensor
+    assert_close(result, plain(ours(DATA)))
     assert calls == [(True, True)] * 2  # the root's own, and nothing on its children
 
 
@@ -285,12 +299,11 @@ def test_hooks_of_two_arguments_are_deprecated():
         distribute_module(
             net, mesh, input_fn=lambda inputs, its_mesh: distribute_tensor(inputs[0], its_mesh, [Shard(0)])
         )
-    data = torch.ones(3, 4, dtype=torch.float64)
-    assert torch.allclose(net(data).full_tensor(), plain(data))
+    assert_close(net(ours(DATA)).full_tensor(), plain(ours(DATA)))
     net, plain = nets()
     with pytest.warns(FutureWarning, match="output_fn with 2 arguments"):
         distribute_module(net, mesh, output_fn=lambda outputs, its_mesh: outputs.to_local())
-    assert torch.allclose(net(distribute_tensor(data, mesh)), plain(data))
+    assert_close(net(distribute_tensor(DATA, mesh)), plain(ours(DATA)))
 
 
 @run_on_ranks(2)
@@ -301,7 +314,9 @@ def test_mistakes_with_modules():
         distribute_module(net, mesh, input_fn=lambda inputs: inputs)
     with pytest.raises(ValueError, match=r"output_fn must take 3 arguments.* but takes 4"):
         distribute_module(net, mesh, output_fn=lambda a, b, c, d: None)
-    assert not any(isinstance(p, DTensor) for p in net.parameters())  # nothing was changed by the failed calls
+    assert not any(
+        isinstance(p, DTensor) for p in parameters_of(net).values()
+    )  # nothing was changed by the failed calls
     with pytest.raises(ValueError, match="distribute_module needs a mesh"):
         distribute_module(net)
     distribute_module(net, mesh)

@@ -10,7 +10,6 @@ import threading
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +19,7 @@ from hyper_parallel.core.dtensor.layout import chunk_interval
 from hyper_parallel.core.dtensor.placement_types import REDUCE_OPS, Placement
 from hyper_parallel.core.utils import compute_local_shape_and_global_offset
 from tests.core.layout_cases import layout_specs
+from tests.frameworks import torch
 
 MESHES = [(2,), (4,), (2, 2), (2, 4), (4, 2), (2, 2, 2), (3, 1, 2)]
 NAMES = ("dp", "cp", "tp")

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-import torch
 
 from hyper_parallel.core.dtensor.philox import PhiloxBlocks, philox4x32
+from tests.frameworks import torch
 
 MASK32 = 2**32 - 1
 

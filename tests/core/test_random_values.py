@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +18,7 @@ from hyper_parallel.core.dtensor.philox import philox4x32
 from hyper_parallel.core.dtensor.random_state import Draw
 from hyper_parallel.core.dtensor.random_stream import Region, words_of_region
 from hyper_parallel.core.dtensor.random_values import bernoulli, normal, randint, random_bits, trunc_normal, uniform
+from tests.frameworks import torch
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 KINDS = {

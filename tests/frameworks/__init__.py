@@ -6,20 +6,45 @@ MindSpore they are the same functions behind a bridge (``bridge.py``): tensors c
 strides, what is written in place is written back, gradients of any order cross too. ``known_dtypes`` leaves out what
 the framework has no numbers for.
 
+Where the subject keeps tensors (parameters, graphs, distributed tensors) a test works on the framework's own, made and
+compared by ``values.py``: ``ours``, ``equal``, ``backward`` and the like. ``platform_module`` gives a file of the
+platform, ``models`` small modules with the same names and the same behaviour on every framework.
+
 Tests of one framework alone import it by name in a file of their own and run on that framework only.
 """
 
 from __future__ import annotations
 
-import os
+import importlib
 from collections.abc import Iterable
+from types import ModuleType
 from typing import Any
 
 import torch
 
 from hyper_parallel.platform import get_platform
-
-on_mindspore = os.environ.get("HYPER_PARALLEL_PLATFORM", "torch").lower() == "mindspore"
+from tests.frameworks.values import (
+    assert_close,
+    backward,
+    distribute_tensor,
+    dtype_of,
+    equal,
+    from_local,
+    grad,
+    grad_of,
+    is_leaf,
+    known_names,
+    leaf,
+    named,
+    on_mindspore,
+    ours,
+    parameter,
+    requires_grad,
+    same_bits,
+    theirs,
+    write,
+    zero_grad,
+)
 
 if on_mindspore:
     from tests.frameworks.bridge import known_dtypes, over_the_bridge
@@ -32,6 +57,11 @@ else:
 
     def over_the_bridge(function: Any) -> Any:
         return function
+
+
+def platform_module(name: str) -> ModuleType:
+    """The file ``name`` of the platform under test."""
+    return importlib.import_module(f"hyper_parallel.platform.{'mindspore' if on_mindspore else 'torch'}.{name}")
 
 
 class _Dist:
@@ -66,12 +96,33 @@ class _Dist:
 dist = _Dist()
 
 __all__ = [
+    "assert_close",
+    "backward",
     "collectives",
     "differentiable",
     "dist",
+    "distribute_tensor",
+    "dtype_of",
+    "equal",
+    "from_local",
+    "grad",
+    "grad_of",
     "groups",
+    "is_leaf",
     "known_dtypes",
+    "known_names",
+    "leaf",
+    "named",
     "on_mindspore",
+    "ours",
     "over_the_bridge",
     "overlap",
+    "parameter",
+    "platform_module",
+    "requires_grad",
+    "same_bits",
+    "theirs",
+    "torch",
+    "write",
+    "zero_grad",
 ]

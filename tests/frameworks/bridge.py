@@ -20,10 +20,10 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def known_dtypes(dtypes: Iterable[torch.dtype]) -> list[torch.dtype]:
     """Those that MindSpore has on a CPU."""
-    return [dtype for dtype in dtypes if _dtype_to(dtype) is not None]
+    return [dtype for dtype in dtypes if dtype_to(dtype) is not None]
 
 
-def _dtype_to(dtype: torch.dtype) -> Any:
+def dtype_to(dtype: torch.dtype) -> Any:
     try:
         found = str_to_dtype(str(dtype))
         memory.numpy_type(found)
@@ -44,11 +44,14 @@ def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
 def to_mindspore(tensor: torch.Tensor) -> ms.Tensor:
     """The same values with the same strides."""
     if tensor.is_meta:
-        return ms.mint.empty(tuple(tensor.shape), dtype=_dtype_to(tensor.dtype), device="meta")
-    made = _with_strides(tuple(tensor.shape), tensor.stride(), _dtype_to(tensor.dtype))
+        return ms.mint.empty(tuple(tensor.shape), dtype=dtype_to(tensor.dtype), device="meta")
+    dtype, shape = dtype_to(tensor.dtype), tuple(tensor.shape)
+    values = np.frombuffer(bytearray(_bytes_of(tensor)), memory.numpy_type(dtype)).reshape(shape)
+    if tensor.is_contiguous():
+        return memory.from_array(values)
+    made = _with_strides(shape, tensor.stride(), dtype)
     if tensor.numel():
-        values = np.frombuffer(_bytes_of(tensor).tobytes(), memory.numpy_type(made.dtype))
-        memory.memory_of(made)[...] = values.reshape(tuple(tensor.shape))
+        memory.memory_of(made)[...] = values
     return made
 
 
@@ -152,7 +155,7 @@ def _over(crossing: _Crossing, value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return crossing.over(value)
     if isinstance(value, torch.dtype):
-        return _dtype_to(value)
+        return dtype_to(value)
     return tuple(value) if isinstance(value, torch.Size) else value
 
 

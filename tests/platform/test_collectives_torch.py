@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import runpy
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from hyper_parallel.platform import get_platform
+from hyper_parallel.platform import collective_checks, get_platform
 from hyper_parallel.platform.torch import collectives, differentiable, group_facts, messages
 from tests.world import run_on_ranks
 
 
-def test_the_environment_turns_the_comparison_on():
-    assert not collectives.COMPARES_RANKS
-    code = "from hyper_parallel.platform.torch import collectives; print(collectives.COMPARES_RANKS)"
-    environment = {**os.environ, "HYPER_PARALLEL_CHECK_COLLECTIVES": "1"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=environment)
-    assert done.stdout.strip() == "True", done.stderr
+def test_the_environment_turns_the_comparison_on(monkeypatch):
+    assert collectives.COMPARES_RANKS is collective_checks.COMPARES_RANKS is False
+    for value, expected in (("1", True), ("0", False), ("", False)):
+        monkeypatch.setenv("HYPER_PARALLEL_CHECK_COLLECTIVES", value)
+        assert runpy.run_path(collective_checks.__file__)["COMPARES_RANKS"] is expected
 
 
 def test_the_platform_calls_are_these():

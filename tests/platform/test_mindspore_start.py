@@ -38,7 +38,17 @@ if "KILLED" in os.environ:
     except RuntimeError as error:
         print(f"rank {rank} raised: {error}", flush=True)
 else:
+    for _ in range(2):
+        platform.barrier()
+        platform.destroy_process_group()
+        assert (platform.get_rank(), platform.get_world_size()) == (0, 1)
+        platform.init_process_group()
+        group = platform.split_group(None, [[1, 0]])
+        assert platform.all_reduce(platform.full((2,), rank + 1.0), group).asnumpy().tolist() == [3, 3]
+        assert platform.create_group([rank]).size() == 1
+    platform.barrier()
     platform.destroy_process_group()
+    print(f"rank {rank} came back", flush=True)
 """
 
 
@@ -86,6 +96,7 @@ def test_torchrun(program):
     assert done.returncode == 0, done.stderr
     for rank in range(2):  # The two write to one pipe, so their lines may run together.
         assert f"rank {rank} of 2: [3.0, 3.0]" in done.stdout
+        assert f"rank {rank} came back" in done.stdout
 
 
 def test_msrun(program, tmp_path):
@@ -97,6 +108,7 @@ def test_msrun(program, tmp_path):
     assert done.returncode == 0, (done.stderr, logs)
     for rank in range(2):
         assert f"rank {rank} of 2: [3.0, 3.0]" in logs[f"worker_{rank}.log"]
+        assert f"rank {rank} came back" in logs[f"worker_{rank}.log"]
 
 
 def test_numpy_2_is_refused_with_the_fix():

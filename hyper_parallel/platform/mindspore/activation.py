@@ -9,14 +9,17 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import mindspore as ms
-from mindspore import Parameter, Tensor, nn
+from mindspore import Parameter, Tensor, nn, ops
 
 from hyper_parallel.platform.mindspore import private_api, start
+from hyper_parallel.platform.mindspore.dtensor_support import random_state
 from hyper_parallel.platform.mindspore.tensors import detached
+from hyper_parallel.platform.module_wrappers import CHILD, Checkpointed, Lookalike, check_wrapper_arguments
 
 __all__ = [
     "CheckpointPolicy",
@@ -54,11 +57,77 @@ def checkpoint(
     context_fn: Callable[[], tuple[Any, Any]] | None = None,
     **kwargs: Any,
 ) -> Any:
-    """``function(*args, **kwargs)`` without keeping its activations: they are computed again in backward."""
+    """``function(*args, **kwargs)`` without keeping its activations: they are computed again in backward.
+
+    Random numbers are drawn again as in the first run; the masks of MindSpore's own dropout are kept for that on a CPU.
+    """
     # MindSpore would stop the second run early by an exception, which leaves its stack of cells in disorder.
     if not use_reentrant:
         kwargs |= {"early_stop": False, "context_fn": context_fn or noop_context_fn}
+        function = _RepeatedDraws(function)
     return ms.recompute(function, *args, use_reentrant=use_reentrant, **kwargs)
+
+
+class _RepeatedDraws:
+    """A function that draws the random numbers of its first call again in each later one, without a trace."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._state: Any = None
+        self._masks: list[Any] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._state is None:
+            self._state = (random_state.get(),)
+            with _dropouts.active(self._masks, again=False):
+                return self._function(*args, **kwargs)
+        now = random_state.get()
+        random_state.set(self._state[0])
+        try:
+            with _dropouts.active(list(self._masks), again=True):
+                return self._function(*args, **kwargs)
+        finally:
+            random_state.set(now)
+
+
+class _Dropouts(threading.local):
+    """The masks of MindSpore's own dropout, which on a CPU has a state that cannot be restored.
+
+    The first run of a checkpoint notes them, the second takes them from there. Checkpoints nest: what an inner one
+    draws in its first run is noted by the outer ones too, or comes from the one that runs again.
+    """
+
+    def __init__(self) -> None:
+        self._stack: list[tuple[list[Any], bool]] = []
+
+    @contextlib.contextmanager
+    def active(self, masks: list[Any], again: bool) -> Iterator[None]:
+        self._stack.append((masks, again))
+        try:
+            yield
+        finally:
+            self._stack.pop()
+
+    def call(self, dropout: ops.Dropout, data: Any) -> Any:
+        if not self._stack or hasattr(data, "to_local"):
+            return _draw(dropout, data)
+        repeated = [masks for masks, again in self._stack if again]
+        if repeated:
+            mask = repeated[-1].pop(0)
+            result = data * mask  # which has the scale in it
+        else:
+            result, mask = _draw(dropout, data)
+            mask = detached(mask)
+        for masks, again in self._stack:
+            if not again:
+                masks.append(mask)
+        return result, mask
+
+
+_dropouts = _Dropouts()
+_draw = ops.Dropout.__call__
+if not start.on_ascend():
+    ops.Dropout.__call__ = lambda self, data: _dropouts.call(self, data)
 
 
 def create_selective_checkpoint_contexts(
@@ -169,7 +238,7 @@ def async_save_on_cpu(policy_fn: Callable[[Tensor], bool | SwapPolicy] | None = 
 
 
 def _pack(policy_fn: Callable[[Tensor], Any] | None, tensor: Tensor) -> _Kept | _Moved:
-    if isinstance(tensor, Parameter) or tensor.numel() == 0:
+    if getattr(tensor, "param_info", None) is not None or tensor.numel() == 0:  # a parameter comes as a plain tensor
         return _Kept(tensor)
     choice = True if policy_fn is None else policy_fn(tensor)
     if not isinstance(choice, (bool, SwapPolicy)):
@@ -215,19 +284,15 @@ class _Moved:
 
 # ---------------------------------------------------------------- wrappers
 
-_CHILD = "_wrapped_module"
 
-
-class _Wrapper(nn.Cell):
+class _Wrapper(Lookalike, nn.Cell):
     """A module around another that looks like it: same parameter names, same attributes."""
+
+    _CHILDREN = "_cells"
 
     def __init__(self, module: nn.Cell) -> None:
         super().__init__(auto_prefix=False)
-        self.insert_child_to_cell(_CHILD, module)
-
-    @property
-    def wrapped_module(self) -> nn.Cell:
-        return private_api.cells_of(self)[_CHILD]
+        self.insert_child_to_cell(CHILD, module)
 
     def cells_and_names(self, cells: Any = None, name_prefix: str = "") -> Iterator[tuple[str, nn.Cell]]:
         """The wrapper and the module in it, both under the module's name: parameter names are built from these."""
@@ -237,65 +302,29 @@ class _Wrapper(nn.Cell):
             yield name_prefix, self
             yield from self.wrapped_module.cells_and_names(seen, name_prefix)
 
-    def name_cells(self) -> Any:
-        return self.wrapped_module.name_cells()
-
     def parameters_and_names(self, name_prefix: str = "", expand: bool = True) -> Iterator[tuple[str, Parameter]]:
         return self.wrapped_module.parameters_and_names(name_prefix, expand)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self.wrapped_module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self.wrapped_module.load_state_dict(*args, **kwargs)
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            wrapped = self.__dict__.get("_cells", {}).get(_CHILD)
-            if wrapped is None:
-                raise
-        return getattr(wrapped, name)
 
-    def __getitem__(self, index: Any) -> Any:
-        return self.wrapped_module[index]
-
-    def __len__(self) -> int:
-        return len(self.wrapped_module)
-
-
-class _CheckpointWrapper(_Wrapper):
-    def __init__(self, module: nn.Cell, checkpoint_fn: Callable[..., Any], checkpoint_fn_kwargs: dict[str, Any]):
-        super().__init__(module)
-        self._checkpoint_fn = checkpoint_fn
-        self._checkpoint_fn_kwargs = checkpoint_fn_kwargs
-
+class _CheckpointWrapper(Checkpointed, _Wrapper):
     def construct(self, *args: Any, **kwargs: Any) -> Any:
-        # All inputs go in by position: no clash with the checkpoint function's own keywords.
-        run = functools.partial(_call_by_position, self.wrapped_module, len(args), tuple(kwargs))
-        return self._checkpoint_fn(run, *args, *kwargs.values(), **self._checkpoint_fn_kwargs)
-
-
-def _call_by_position(module: nn.Cell, num_args: int, names: tuple[str, ...], *values: Any) -> Any:
-    return module(*values[:num_args], **dict(zip(names, values[num_args:], strict=True)))
+        return self._run_checkpointed(*args, **kwargs)
 
 
 class _SwapWrapper(_Wrapper):
     def __init__(self, module: nn.Cell, policy_fn: Callable[[Tensor], Any] | None) -> None:
+        self.__dict__["_policy_fn"] = policy_fn
         super().__init__(module)
-        self._policy_fn = policy_fn
 
     def construct(self, *args: Any, **kwargs: Any) -> Any:
         with async_save_on_cpu(self._policy_fn):
             return self.wrapped_module(*args, **kwargs)
 
 
-def _check_wrapper_arguments(caller: str, module: Any, role: str, function: Any) -> None:
-    if not isinstance(module, nn.Cell):
-        raise TypeError(f"{caller}: module must be a mindspore.nn.Cell, got {type(module).__name__}")
-    if function is not None and not callable(function):
-        raise TypeError(f"{caller}: {role} must be a function or None, got {type(function).__name__}")
+_check_wrapper_arguments = functools.partial(check_wrapper_arguments, nn.Cell, "mindspore.nn.Cell")
 
 
 def ckpt_wrapper(

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import mindspore as ms
-from mindspore import Parameter, Tensor
+from mindspore import Parameter, Tensor, nn
 
 from hyper_parallel.platform import host_streams
 from hyper_parallel.platform.mindspore import start
@@ -107,14 +107,17 @@ _Noting = Callable[[Parameter, Any], None] | None
 
 
 class _Wanted(threading.local):
-    """Where this thread's new parameters shall live, and who is told of them; the innermost context decides."""
+    """(device, whether buffers go there too, who is told of new parameters) of this thread's contexts; the innermost
+    decides.
+    """
 
     def __init__(self) -> None:
-        self.contexts: list[tuple[str, _Noting]] = []
+        self.contexts: list[tuple[str, bool, _Noting]] = []
 
 
 _wanted = _Wanted()
 _make_parameter = Parameter.__new__
+_register_buffer = nn.Cell.register_buffer
 _patch_lock = threading.Lock()
 _num_active = 0
 
@@ -122,7 +125,7 @@ _num_active = 0
 def _make_parameter_on_device(cls: type, default_input: Any, *args: Any, **kwargs: Any) -> Any:
     if not _wanted.contexts:
         return _make_parameter(cls, default_input, *args, **kwargs)
-    device, noting = _wanted.contexts[-1]
+    device, _, noting = _wanted.contexts[-1]
     given = default_input
     with ms.DeviceCtx(device):
         if isinstance(default_input, Tensor) and not default_input.has_init:
@@ -133,34 +136,40 @@ def _make_parameter_on_device(cls: type, default_input: Any, *args: Any, **kwarg
     return made
 
 
+def _register_buffer_on_device(self: nn.Cell, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+    if tensor is not None and _wanted.contexts and _wanted.contexts[-1][1]:
+        device = _wanted.contexts[-1][0]
+        with ms.DeviceCtx(device):
+            tensor = tensor.to(device)
+    _register_buffer(self, name, tensor, persistent)
+
+
 @contextlib.contextmanager
 def init_on_device(device: str, include_buffers: bool = False) -> Iterator[None]:
     """Modules built inside get their parameters (and, if asked, buffers) on ``device``, ``meta_device`` for instance.
 
-    A parameter on the meta device keeps its initializer, which ``init_parameters`` runs later. With
-    ``include_buffers`` every tensor that the constructors make is there. Contexts nest, the innermost decides, and
-    other threads see nothing of it.
+    A parameter on the meta device keeps its initializer, which ``init_parameters`` runs later. Tensors that are not
+    registered are left where the constructor made them. Contexts nest, the innermost decides, and other threads see
+    nothing of it.
     """
-    with (
-        making_parameters_on(device),
-        ms.DeviceCtx(_device_name(device)) if include_buffers else contextlib.nullcontext(),
-    ):
+    with making_parameters_on(device, include_buffers=include_buffers):
         yield
 
 
 @contextlib.contextmanager
-def making_parameters_on(device: str, noting: _Noting = None) -> Iterator[None]:
+def making_parameters_on(device: str, noting: _Noting = None, include_buffers: bool = False) -> Iterator[None]:
     """Inside, new parameters are on ``device``, and ``noting(parameter, given)`` is told what each was made of.
 
-    MindSpore makes parameters in ``Parameter.__new__`` and has no hook there, so that is replaced while such a context
-    is active.
+    MindSpore makes parameters in ``Parameter.__new__`` and takes buffers in ``Cell.register_buffer`` and has no hook
+    there, so these are replaced while such a context is active.
     """
     global _num_active
     name = _device_name(device)
     with _patch_lock:
         _num_active += 1
         Parameter.__new__ = _make_parameter_on_device
-    _wanted.contexts.append((name, noting))
+        nn.Cell.register_buffer = _register_buffer_on_device
+    _wanted.contexts.append((name, include_buffers, noting))
     try:
         yield
     finally:
@@ -169,6 +178,12 @@ def making_parameters_on(device: str, noting: _Noting = None) -> Iterator[None]:
             _num_active -= 1
             if _num_active == 0:
                 Parameter.__new__ = _make_parameter
+                nn.Cell.register_buffer = _register_buffer
+
+
+def is_building_elsewhere() -> bool:
+    """Whether this thread is inside of ``init_on_device``."""
+    return bool(_wanted.contexts)
 
 
 def _device_name(device: Any) -> str:

@@ -16,7 +16,7 @@ from mindspore import Parameter, Tensor, ops
 
 from hyper_parallel.platform.mindspore import dtensor_names, private_api
 from hyper_parallel.platform.mindspore.dtensor_base import DTensorBase, as_dtensor, local_alias, plain_kind
-from hyper_parallel.platform.mindspore.dtensor_names import NEUTRAL, Composed, neutral_call, passed_on
+from hyper_parallel.platform.mindspore.dtensor_names import NEUTRAL, RANDOM, Composed, neutral_call, passed_on
 from hyper_parallel.platform.mindspore.dtensor_ops import clone, copy_
 from hyper_parallel.platform.mindspore.tensors import full_like, own_copy
 
@@ -127,6 +127,20 @@ def _clone(self: Any, init: Any = "same") -> Any:
     return Parameter(tensor, name=self.name, requires_grad=self.requires_grad)
 
 
+def _drawn(name: str) -> Callable[..., Any]:
+    """Random values in place: MindSpore's methods draw before they call an operator, and have none for a CPU."""
+
+    def fill(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if "from_" in kwargs:
+            kwargs["from"] = kwargs.pop("from_")
+        return _intercept(None, RANDOM[name], (), (self, *args), kwargs)
+
+    fill.__name__ = name
+    return fill
+
+
+for _name in ("normal_", "uniform_", "bernoulli_"):
+    setattr(DTensorBase, _name, _drawn(_name))
 for _name, _method in {
     "__fallback__": _meet,
     "__getitem__": _getitem,

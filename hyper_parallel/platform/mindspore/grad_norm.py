@@ -16,7 +16,7 @@ from mindspore import Tensor, ops
 
 from hyper_parallel.platform.mindspore import collectives, private_api
 from hyper_parallel.platform.mindspore.memory import write
-from hyper_parallel.platform.mindspore.tensors import cat, detached, full, tensor_type_cast, zeros
+from hyper_parallel.platform.mindspore.tensors import cat, detached, full, is_meta, tensor_type_cast, zeros
 
 __all__ = [
     "block_norms",
@@ -88,6 +88,12 @@ def get_total_norm(
         raise ValueError("get_total_norm: norm_type is nan; give the order of the norm, 2.0 or inf for instance")
     if not tensors:
         return zeros((), ms.float32)
+    for position, tensor in enumerate(tensors):
+        if is_meta(_block(tensor)):
+            raise ValueError(
+                f"get_total_norm: the tensor of shape {tuple(tensor.shape)} at position {position} is on the meta "
+                "device and has no values"
+            )
     with private_api.no_grad():
         if any(hasattr(tensor, "to_local") for tensor in tensors):
             norms = _whole_norms(tensors, norm_type)

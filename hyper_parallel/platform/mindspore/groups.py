@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
+from hyper_parallel.platform.group_checks import DONE, check_members, global_rank_of, part_of_split
 from hyper_parallel.platform.mindspore import wires
 from hyper_parallel.platform.platform import EXISTING_COMM_GROUPS
 
@@ -65,21 +66,6 @@ class ProcessGroup:
 
     def __repr__(self) -> str:
         return f"ProcessGroup({self.ranks}, name={self.name!r})"
-
-
-class DoneHandle:
-    """The handle of an operation that needed no communication."""
-
-    __slots__ = ()
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-
-DONE = DoneHandle()
 
 
 # ---------------------------------------------------------------- the world
@@ -230,10 +216,7 @@ def get_world_size() -> int:
 
 def get_global_rank(group: Any, group_rank: int) -> int:
     """The world rank of the ``group_rank``-th member of ``group``."""
-    ranks = get_process_group_ranks(group)
-    if not 0 <= group_rank < len(ranks):
-        raise ValueError(f"get_global_rank: the group {ranks} has no rank {group_rank}; it has 0 to {len(ranks) - 1}")
-    return ranks[group_rank]
+    return global_rank_of(get_process_group_ranks(group), group_rank)
 
 
 def get_group_local_rank(group: Any = None) -> int:
@@ -275,7 +258,7 @@ def make_group(rank_list: Sequence[int]) -> ProcessGroup:
     """A group of exactly these ranks; only they call it, in any order, and it never waits for the others."""
     world = unwrap_group(None)
     ranks = sorted(rank_list)
-    _check_members(f"make_group({ranks})", ranks, world.size(), world.rank())
+    check_members(f"make_group({ranks})", ranks, world.size(), world.rank())
     if len(ranks) == world.size():
         return world
     return _new_group(ranks)
@@ -290,27 +273,8 @@ def split_group(
 ) -> ProcessGroup | None:
     """A new group for each list of ranks *of the parent group*; this rank gets its own, or None if no list names it."""
     parent = unwrap_group(parent_pg)
-    if not split_ranks:
-        raise ValueError("split_group: split_ranks is missing; give one list of the parent's ranks per new group")
-    flat = [rank for part in split_ranks for rank in part]
-    if not all(split_ranks) or len(set(flat)) != len(flat) or not all(0 <= rank < parent.size() for rank in flat):
-        raise ValueError(
-            f"split_group: split_ranks {[list(part) for part in split_ranks]} must be lists that are not empty, do not "
-            f"overlap, and name ranks of the parent group, 0 to {parent.size() - 1}"
-        )
-    mine = next((part for part in split_ranks if parent.rank() in part), None)
-    if mine is None:
-        return None
-    return _new_group(sorted(parent.ranks[rank] for rank in mine))
-
-
-def _check_members(what: str, ranks: list[int], world_size: int, rank: int) -> None:
-    if not ranks or len(set(ranks)) != len(ranks):
-        raise ValueError(f"{what}: a group needs one rank or more, each named once")
-    if ranks[0] < 0 or ranks[-1] >= world_size:
-        raise ValueError(f"{what}: the ranks of this world are 0 to {world_size - 1}")
-    if rank not in ranks:
-        raise ValueError(f"{what}: rank {rank} is not one of them; only the members of a group create it")
+    mine = part_of_split(split_ranks, parent.ranks, parent.rank())
+    return None if mine is None else _new_group(mine)
 
 
 def _new_group(ranks: list[int]) -> ProcessGroup:

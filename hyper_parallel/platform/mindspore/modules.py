@@ -9,16 +9,23 @@ from __future__ import annotations
 import re
 import types
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, mint, nn
 
-from hyper_parallel.platform.mindspore import private_api
+from hyper_parallel.platform.mindspore import devices, private_api
 from hyper_parallel.platform.mindspore.dtensor_empty import has_no_elements, zeros_of
 from hyper_parallel.platform.mindspore.memory import copy_into, from_array, memory_of, numpy_type
 from hyper_parallel.platform.mindspore.tensors import detached, dtype_name, is_meta, tensor_to_numpy
+from hyper_parallel.platform.module_wrappers import innermost
+from hyper_parallel.platform.parameters import (
+    FoundParameter,
+    ParameterFramework,
+    ParameterFunctions,
+    check_init_arguments,
+)
 
 __all__ = [
     "FoundParameter",
@@ -48,7 +55,6 @@ __all__ = [
     "weight_name",
 ]
 
-_LAYOUT_ATTRIBUTE = "hyper_parallel_layout"
 _GIVEN_NO_NAME = re.compile(r"(Parameter([#$]\d+)?)?")  # what MindSpore calls a parameter that was given none
 
 
@@ -97,7 +103,7 @@ def linear_function(module: nn.Cell) -> Callable[[Any, Any, Any], Any] | None:
 
 def _linear(x: Any, weight: Any, bias: Any) -> Any:
     """The product and the bias; of plain blocks without elements too, see Note [Sums over nothing]."""
-    if _is_spread(weight) or not (has_no_elements(weight) or has_no_elements(x)):
+    if hasattr(weight, "to_local") or not (has_no_elements(weight) or has_no_elements(x)):
         return mint.nn.functional.linear(x, weight, bias)
     given = (x, weight) if bias is None else (x, weight, bias)
     out = zeros_of((*x.shape[:-1], weight.shape[0]), x.dtype, *given)
@@ -167,14 +173,6 @@ def _registered_first(handle: Any, prepend: bool) -> Any:
 # ---------------------------------------------------------------- finding and replacing parameters
 
 
-class FoundParameter(NamedTuple):
-    """Where a parameter is: the name of the module that owns it, that module, and the parameter."""
-
-    owner_name: str
-    owner: nn.Cell
-    parameter: Parameter
-
-
 def parameters_dict(cell: nn.Cell, remove_duplicate: bool = True) -> dict[str, Parameter]:
     """Name -> parameter. A tied parameter appears under its first name, or, without ``remove_duplicate``, under all."""
     found: dict[str, Parameter] = {}
@@ -199,136 +197,65 @@ def search_parameter_by_name(cell: nn.Cell, param_name: str) -> FoundParameter |
 
 def _all_cells(cell: nn.Cell, prefix: str = "") -> Iterator[tuple[str, nn.Cell]]:
     """(name, module) under every name; ``cells_and_names`` gives a module that is in two places once."""
+    cell = innermost(cell)
     yield prefix, cell
     for name, child in cell.name_cells().items():
         yield from _all_cells(child, f"{prefix}.{name}" if prefix else name)
 
 
-def update_parameter_by_name(cell: nn.Cell, result: Any, new_param: Tensor) -> Parameter:
-    """Put ``new_param`` where ``search_parameter_by_name`` found the old one, and return what was installed.
-
-    It is installed in every place of ``cell`` that holds the old parameter, so tied parameters stay tied. A plain
-    tensor becomes a parameter with the old one's ``requires_grad``. Optimizers keep the parameters they were given:
-    make them afterwards.
-    """
-    if result is None:
-        raise ValueError("update_parameter_by_name: result is None: the search found no parameter of that name")
-    if not isinstance(new_param, Tensor):
-        raise TypeError(f"update_parameter_by_name: the new parameter must be a tensor, got {type(new_param).__name__}")
-    owner_name, _, old_param = result
-    places = [
-        (module, name)
-        for _, module in cell.cells_and_names()
-        for name, parameter in private_api.parameters_of(module).items()
-        if parameter is old_param
-    ]
-    if not places:
-        raise ValueError(
-            f"update_parameter_by_name: the parameter found in '{owner_name or type(cell).__name__}' is no longer in "
-            "this module; search again before each update"
-        )
-    if not isinstance(new_param, Parameter):
-        new_param = Parameter(new_param, name=old_param.name, requires_grad=old_param.requires_grad)
-    new_param.name = old_param.name
-    for module, name in places:
-        install_parameter(module, name, new_param)
-    return new_param
-
-
 # ---------------------------------------------------------------- this rank's part of a parameter
 
 
-def _is_spread(tensor: object) -> bool:
-    return hasattr(tensor, "to_local")
+def _places(cell: nn.Cell) -> Iterator[tuple[nn.Cell, str, Parameter]]:
+    for _, module in cell.cells_and_names():
+        for name, parameter in private_api.parameters_of(module).items():
+            yield module, name, parameter
 
 
-def _local(param: Any) -> Tensor:
-    return param.to_local() if _is_spread(param) else param
+def _as_parameter(tensor: Tensor, old: Parameter) -> Parameter:
+    if not isinstance(tensor, Parameter):
+        tensor = Parameter(tensor, requires_grad=old.requires_grad)
+    tensor.name = old.name
+    return tensor
 
 
-def set_layout_into_parameter(param: Parameter, layout: Any) -> Parameter:
-    """Note on a parameter that its values are one part of a larger tensor that lies as ``layout`` says."""
-    if not _is_spread(param):
-        setattr(param, _LAYOUT_ATTRIBUTE, layout)
-    elif param.layout != layout:
-        raise ValueError(
-            f"set_layout_into_parameter: the parameter already lies as {param.layout}, which is not {layout}; change "
-            "it with redistribute()"
-        )
-    return param
+def _keeps_meaning(source: Any, target: Any) -> bool:
+    """bool, integers, floats, complex numbers: each can hold what those before it mean."""
+    order = {"b": 0, "i": 1, "u": 1, "f": 2, "V": 2, "c": 3}
+    return order[numpy_type(source).kind] <= order[numpy_type(target).kind]
 
 
-def get_param_local_shape(param: Tensor) -> tuple[int, ...]:
-    return tuple(_local(param).shape)
+def _copy(target: Tensor, source: Tensor) -> None:
+    if target.dtype == source.dtype:
+        copy_into(target, memory_of(source))
+    else:
+        copy_into(target, tensor_to_numpy(source).astype(numpy_type(target.dtype)))
 
 
-def get_param_local_data(param: Tensor) -> Tensor:
-    """This rank's values, without graph, in the memory of the parameter."""
-    return detached(_local(param))
+_functions = ParameterFunctions(
+    ParameterFramework(
+        tensor=Tensor,
+        places=_places,
+        install=install_parameter,
+        as_parameter=_as_parameter,
+        detached=detached,
+        is_meta=is_meta,
+        keeps_meaning=_keeps_meaning,
+        dtype_name=dtype_name,
+        copy=_copy,
+    )
+)
+update_parameter_by_name = _functions.update_parameter_by_name
+set_layout_into_parameter = _functions.set_layout_into_parameter
+get_param_local_shape = _functions.get_param_local_shape
+get_param_local_data = _functions.get_param_local_data
+update_param_data = _functions.update_param_data
+load_into_param = _functions.load_into_param
 
 
 def get_param_type_size(param: Tensor) -> int:
     """Bytes of one element."""
     return numpy_type(param.dtype).itemsize
-
-
-def update_param_data(param: Tensor, data: Tensor) -> None:
-    """Let a plain parameter use ``data`` as its values from now on (its shape may change); no values are copied.
-
-    A parameter spread over ranks has a fixed shape: this rank's part is overwritten by a copy.
-    """
-    if not isinstance(data, Tensor):
-        raise TypeError(f"update_param_data takes a tensor, got {type(data).__name__}")
-    if _is_spread(param):
-        load_into_param(param, data)
-        return
-    if is_meta(param) != is_meta(data):
-        raise ValueError(
-            f"update_param_data: a parameter on {param.device} cannot take data on {data.device}; replace the "
-            "parameter with update_parameter_by_name"
-        )
-    param.data = detached(data)
-
-
-def load_into_param(param: Tensor, data: Tensor) -> None:
-    """Copy ``data`` into this rank's values, in place; casts numbers, but never, say, floating to integer."""
-    if not isinstance(data, Tensor):
-        raise TypeError(f"load_into_param takes a tensor, got {type(data).__name__}")
-    if _is_spread(data):
-        if not _is_spread(param) or param.layout != data.layout:
-            lies = f"as {param.layout}" if _is_spread(param) else "whole on this rank"
-            raise ValueError(
-                f"load_into_param: the data lies as {data.layout} but the parameter {lies}; redistribute the data first"
-            )
-        data = data.to_local()
-    local = _local(param)
-    if tuple(local.shape) != tuple(data.shape):
-        part = f" (this rank's part of {tuple(param.shape)})" if _is_spread(param) else ""
-        raise ValueError(
-            f"load_into_param: data of shape {tuple(data.shape)} does not fit a parameter of shape "
-            f"{tuple(local.shape)}{part}"
-        )
-    if _rank_of(data.dtype) > _rank_of(local.dtype):
-        raise TypeError(
-            f"load_into_param: data of {dtype_name(data.dtype)} would lose its meaning in a parameter of "
-            f"{dtype_name(local.dtype)}; cast it on purpose with tensor_type_cast first"
-        )
-    for what, tensor in (("parameter", local), ("data", data)):
-        if is_meta(tensor):
-            raise ValueError(
-                f"load_into_param: the {what} of shape {tuple(tensor.shape)} is on the meta device and has no memory; "
-                "materialise it first, a parameter with init_parameters"
-            )
-    if local.dtype == data.dtype:
-        copy_into(local, memory_of(data))
-    else:
-        copy_into(local, tensor_to_numpy(data).astype(numpy_type(local.dtype)))
-
-
-def _rank_of(dtype: Any) -> int:
-    """bool, integers, floats, complex numbers: each can hold what those before it mean."""
-    kind = numpy_type(dtype).kind
-    return {"b": 0, "i": 1, "u": 1, "f": 2, "V": 2, "c": 3}[kind]
 
 
 # ---------------------------------------------------------------- values for meta parameters
@@ -340,16 +267,12 @@ def init_parameters(module: nn.Cell, stage_index: int, device: Any = None) -> No
     Values come from the module's ``reset_parameters``, if it has one, else from the initializers that the parameters
     were made with, in the order in which the module lists them. ``stage_index`` names the pipeline stage in messages.
     """
-    if module is None:
-        raise ValueError("init_parameters: module is None; give the module of this pipeline stage")
-    if not isinstance(module, nn.Cell):
-        raise TypeError(f"init_parameters takes a module, got {type(module).__name__}")
-    if isinstance(stage_index, bool) or not isinstance(stage_index, int):
-        raise TypeError(f"init_parameters: stage_index must be an int, got {stage_index!r}")
-    if stage_index < 0:
-        raise ValueError(f"init_parameters: stage_index must be 0 or more, got {stage_index}")
-    if device is not None and str(device).lower() == "meta":
-        raise ValueError("init_parameters: the meta device holds no values; give the device that they shall be on")
+    check_init_arguments(module, nn.Cell, stage_index, device)
+    if devices.is_building_elsewhere():
+        raise RuntimeError(
+            "init_parameters: called inside init_on_device, which puts every parameter back on the meta device; call "
+            "it after that block"
+        )
     missing, resets = [], []
     for owner_name, owner in module.cells_and_names():
         places = [private_api.parameters_of(owner), private_api.buffers_of(owner)]

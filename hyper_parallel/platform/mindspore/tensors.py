@@ -6,7 +6,6 @@ on Ascend the copy is one transfer.
 
 from __future__ import annotations
 
-import difflib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,6 +17,7 @@ from mindspore import Parameter, Tensor, mint, ops
 from hyper_parallel.platform.mindspore import private_api, start
 from hyper_parallel.platform.mindspore.memory import from_array, memory_of, numpy_type
 from hyper_parallel.platform.op_names import canonical_name
+from hyper_parallel.platform.tensor_arguments import chunk_bounds, find_dtype, require_tensor, upward_slices
 from hyper_parallel.platform.trees import map_leaves
 
 Device = str | int | None
@@ -49,19 +49,7 @@ def str_to_dtype(dtype_str: Any) -> Any:
     """The dtype named "float32", "torch.float32", "Float32" (as MindSpore prints it) or "fp32"; a dtype is returned."""
     if isinstance(dtype_str, ms.Type):
         return dtype_str
-    if not isinstance(dtype_str, str):
-        raise TypeError(
-            f"str_to_dtype takes a name such as 'float32', got {dtype_str!r} of type {type(dtype_str).__name__}"
-        )
-    name = dtype_str.strip().lower()
-    for framework in ("torch.", "mindspore."):
-        name = name.removeprefix(framework)
-    dtype = _DTYPES.get(name) or _ABBREVIATIONS.get(name)
-    if dtype is None:
-        near = difflib.get_close_matches(name, [*_DTYPES, *_ABBREVIATIONS], n=3)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"the known names are {', '.join(sorted(_DTYPES))}"
-        raise ValueError(f"'{dtype_str}' is not the name of a dtype; {hint}")
-    return dtype
+    return find_dtype(dtype_str, _DTYPES, _ABBREVIATIONS)
 
 
 def dtype_name(dtype: Any) -> str:
@@ -82,9 +70,7 @@ def _dtype_or(dtype: Any, default: Any) -> Any:
     return default if dtype is None else str_to_dtype(dtype)
 
 
-def _require_tensor(function: str, obj: object) -> None:
-    if not isinstance(obj, Tensor):
-        raise TypeError(f"{function} takes a tensor, got {type(obj).__name__}")
+_require_tensor = functools.partial(require_tensor, Tensor)
 
 
 def is_tensor(obj: object) -> bool:
@@ -158,18 +144,19 @@ def arange(start: float, end: float | None = None, step: float = 1, dtype: Any =
 
 
 def zeros(size: int | Sequence[int], dtype: Any = None, device: Device = None) -> Tensor:
-    return full(size, 0, dtype, device)
+    return full(size, 0.0, dtype, device)
 
 
 def ones(size: int | Sequence[int], dtype: Any = None, device: Device = None) -> Tensor:
-    return full(size, 1, dtype, device)
+    return full(size, 1.0, dtype, device)
 
 
 def full(size: int | Sequence[int], fill_value: Any, dtype: Any = None, device: Device = None) -> Tensor:
-    """A constant tensor; without ``dtype`` bools give bools, integers int64 and other numbers float32, zeros and ones
-    too.
+    """A constant tensor; without ``dtype`` bools give bools, integers int64, complex numbers complex64 and others
+    float32.
     """
-    dtype = _dtype_or(dtype, ms.float32)
+    kinds = ((bool, ms.bool_), (int, ms.int64), (complex, ms.complex64))
+    dtype = _dtype_or(dtype, next((found for kind, found in kinds if isinstance(fill_value, kind)), ms.float32))
     return _on(np.full(_shape(size), fill_value, numpy_type(dtype)), dtype, device)
 
 
@@ -231,19 +218,7 @@ def chunk(data: Tensor, split_dim: int, split_size: int, index: int) -> Tensor:
     Parts have ceil(size / split_size) rows, and all of them exist: the later ones may be short or empty.
     """
     _require_tensor("chunk", data)
-    if not -data.ndim <= split_dim < data.ndim:
-        raise ValueError(
-            f"chunk: dim {split_dim} of a tensor of shape {tuple(data.shape)} does not exist; "
-            f"it has {data.ndim} dimension(s)"
-        )
-    if split_size < 1:
-        raise ValueError(f"chunk: the number of parts must be at least 1, got {split_size}")
-    if not 0 <= index < split_size:
-        raise ValueError(f"chunk: part {index} of {split_size} parts does not exist; give 0 to {split_size - 1}")
-    size = data.shape[split_dim]
-    part_size = -(-size // split_size)
-    begin = min(index * part_size, size)
-    return narrow(data, split_dim, begin, min(part_size, size - begin))
+    return narrow(data, split_dim, *chunk_bounds(data.shape, split_dim, split_size, index))
 
 
 def narrow(data: Tensor, dim: int, begin: int, length: int) -> Tensor:
@@ -258,24 +233,11 @@ def narrow(data: Tensor, dim: int, begin: int, length: int) -> Tensor:
 def construct_strided_slice(x: Tensor, begin: Sequence[int], end: Sequence[int], stride: Sequence[int]) -> Tensor:
     """``x[begin[0]:end[0]:stride[0], begin[1]:end[1]:stride[1], ...]`` by Python's rules, negative strides included."""
     _require_tensor("construct_strided_slice", x)
-    if not len(begin) == len(end) == len(stride) <= x.ndim:
-        raise ValueError(
-            f"construct_strided_slice: begin {tuple(begin)}, end {tuple(end)} and stride {tuple(stride)} must be "
-            f"equally long, at most one number for each dimension of the tensor of shape {tuple(x.shape)}"
-        )
-    if 0 in stride:
-        raise ValueError(f"construct_strided_slice: stride {tuple(stride)} contains 0; write 1 to take every element")
-    reversed_dims, slices, shape = [], [], list(x.shape)
-    for dim, (first, last, step) in enumerate(zip(begin, end, stride, strict=True)):
-        indices = range(*slice(first, last, step).indices(x.shape[dim]))
-        shape[dim] = len(indices)
-        if step < 0:  # no negative strides: take the same elements upwards, then turn them round
-            indices = indices[::-1]
-            reversed_dims.append(dim)
-        slices.append(slice(indices.start, indices.stop, indices.step) if indices else slice(0, 0))
-    if 0 in shape:
-        return empty(shape, x.dtype)
-    x = x[tuple(slices)]
+    slices, reversed_dims = upward_slices(x.shape, begin, end, stride)
+    shape = [len(range(*one.indices(size))) for one, size in zip(slices, x.shape, strict=False)]
+    if 0 in shape or 0 in x.shape:
+        return empty([*shape, *x.shape[len(shape) :]], x.dtype)
+    x = x[slices]
     return ops.flip(x, tuple(reversed_dims)) if reversed_dims else x
 
 

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import CheckpointPolicy, noop_context_fn
 
+from hyper_parallel.platform.module_wrappers import CHILD, Checkpointed, Lookalike, check_wrapper_arguments
 from hyper_parallel.platform.torch.swap import SwapPolicy, async_save_on_cpu, has_plain_bytes, saving_on_host
 
 __all__ = [
@@ -59,11 +60,9 @@ def create_selective_checkpoint_contexts(
 # Wrappers
 # ---------------------------------------------------------------------------------------------------------------------
 
-_CHILD = "_wrapped_module"
-
 
 def _without_child_name(text: str) -> str:
-    return text.replace(f"{_CHILD}.", "")
+    return text.replace(f"{CHILD}.", "")
 
 
 def _clean_load_report(wrapper: _Wrapper, incompatible_keys: Any) -> None:
@@ -73,42 +72,15 @@ def _clean_load_report(wrapper: _Wrapper, incompatible_keys: Any) -> None:
     error_messages[:] = map(_without_child_name, error_messages)
 
 
-class _Wrapper(nn.Module):
+class _Wrapper(Lookalike, nn.Module):
     """A module around another that looks like it: same parameter names and state dict, same attributes."""
+
+    _CHILDREN = "_modules"
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.register_load_state_dict_post_hook(_clean_load_report)
-        self.add_module(_CHILD, module)
-
-    @property
-    def wrapped_module(self) -> nn.Module:
-        return self._modules[_CHILD]
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            wrapped = self.__dict__.get("_modules", {}).get(_CHILD)
-            if wrapped is None:
-                raise
-        return getattr(wrapped, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        wrapped = self.__dict__.get("_modules", {}).get(_CHILD)
-        if wrapped is None or name in self.__dict__ or hasattr(type(self), name):
-            super().__setattr__(name, value)
-        else:
-            setattr(wrapped, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        if name in self.__dict__:
-            super().__delattr__(name)
-        else:
-            delattr(self.wrapped_module, name)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.wrapped_module[index]
+        self.add_module(CHILD, module)
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
@@ -120,9 +92,6 @@ class _Wrapper(nn.Module):
                 memo.add(self)
             yield prefix, self
             yield from self.wrapped_module.named_modules(memo, prefix, remove_duplicate)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self.wrapped_module.state_dict(*args, **kwargs)
 
     def _load_from_state_dict(
         self,
@@ -137,28 +106,16 @@ class _Wrapper(nn.Module):
         # Private in name, but the method that torch documents for modules with a loading of their own. ``state_dict``
         # is a copy made for this module, whose child is served next, under the names that this gives.
         for key in [key for key in state_dict if key.startswith(prefix)]:
-            state_dict[f"{prefix}{_CHILD}.{key[len(prefix) :]}"] = state_dict.pop(key)
+            state_dict[f"{prefix}{CHILD}.{key[len(prefix) :]}"] = state_dict.pop(key)
         self.__dict__["_load_error_messages"] = error_msgs
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
 
 
-class _CheckpointWrapper(_Wrapper):
-    def __init__(self, module: nn.Module, checkpoint_fn: Callable[..., Any], checkpoint_fn_kwargs: dict[str, Any]):
-        self.__dict__["_checkpoint_fn"] = checkpoint_fn
-        self.__dict__["_checkpoint_fn_kwargs"] = checkpoint_fn_kwargs
-        super().__init__(module)
-
+class _CheckpointWrapper(Checkpointed, _Wrapper):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        # All inputs go in by position: no clash with the checkpoint function's own keywords, and one that takes no
-        # keywords (the reentrant kind) works too.
-        run = functools.partial(_call_by_position, self.wrapped_module, len(args), tuple(kwargs))
-        return self._checkpoint_fn(run, *args, *kwargs.values(), **self._checkpoint_fn_kwargs)
-
-
-def _call_by_position(module: nn.Module, num_args: int, names: tuple[str, ...], *values: Any) -> Any:
-    return module(*values[:num_args], **dict(zip(names, values[num_args:], strict=True)))
+        return self._run_checkpointed(*args, **kwargs)
 
 
 class _SwapWrapper(_Wrapper):
@@ -177,11 +134,7 @@ class _SwapWrapper(_Wrapper):
             return module(*args, **kwargs)
 
 
-def _check_wrapper_arguments(caller: str, module: Any, role: str, function: Any) -> None:
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"{caller}: module must be a torch.nn.Module, got {type(module).__name__}")
-    if function is not None and not callable(function):
-        raise TypeError(f"{caller}: {role} must be a function or None, got {type(function).__name__}")
+_check_wrapper_arguments = functools.partial(check_wrapper_arguments, nn.Module, "torch.nn.Module")
 
 
 def ckpt_wrapper(

@@ -8,13 +8,20 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedTensorMixin
 from torch.utils.hooks import RemovableHandle
 
+from hyper_parallel.platform.module_wrappers import innermost
+from hyper_parallel.platform.parameters import (
+    FoundParameter,
+    ParameterFramework,
+    ParameterFunctions,
+    check_init_arguments,
+)
 from hyper_parallel.platform.torch.devices import current_device
 
 __all__ = [
@@ -139,14 +146,6 @@ def register_full_backward_pre_hook(module: nn.Module, hook: Callable, prepend: 
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-class FoundParameter(NamedTuple):
-    """Where a parameter is: the name of the module that owns it, that module, and the parameter."""
-
-    owner_name: str
-    owner: nn.Module
-    parameter: nn.Parameter
-
-
 def parameters_dict(cell: nn.Module, remove_duplicate: bool = True) -> dict[str, nn.Parameter]:
     """Name -> parameter. A tied parameter appears under its first name, or, without ``remove_duplicate``, under all."""
     return dict(cell.named_parameters(remove_duplicate=remove_duplicate))
@@ -156,138 +155,57 @@ def search_parameter_by_name(cell: nn.Module, param_name: str) -> FoundParameter
     """The parameter of exactly that dotted name, any name of a tied one; ``None`` when there is none."""
     owner_name, _, own_name = param_name.rpartition(".")
     try:
-        owner = cell.get_submodule(owner_name)
+        owner = innermost(cell.get_submodule(owner_name))
     except AttributeError:
         return None
     parameter = dict(owner.named_parameters(recurse=False, remove_duplicate=False)).get(own_name)
     return None if parameter is None else FoundParameter(owner_name, owner, parameter)
 
 
-def update_parameter_by_name(
-    cell: nn.Module, result: FoundParameter | tuple[str, nn.Module, nn.Parameter], new_param: torch.Tensor
-) -> nn.Parameter:
-    """Put ``new_param`` where ``search_parameter_by_name`` found the old one, and return what was installed.
-
-    It is installed in every place of ``cell`` that holds the old parameter, so tied parameters stay tied. A plain
-    tensor becomes a parameter with the old one's ``requires_grad``. Optimizers keep the parameters they were given:
-    make them afterwards.
-    """
-    if result is None:
-        raise ValueError("update_parameter_by_name: result is None: the search found no parameter of that name")
-    if not isinstance(new_param, torch.Tensor):
-        raise TypeError(f"update_parameter_by_name: the new parameter must be a tensor, got {type(new_param).__name__}")
-    owner_name, _, old_param = result
-    places = [
-        (module, name)
-        for module in cell.modules()
-        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
-        if parameter is old_param
-    ]
-    if not places:
-        raise ValueError(
-            f"update_parameter_by_name: the parameter found in '{owner_name or type(cell).__name__}' is no longer in "
-            "this module; search again before each update"
-        )
-    if not isinstance(new_param, nn.Parameter):
-        new_param = nn.Parameter(new_param, requires_grad=old_param.requires_grad)
-    for module, name in places:
-        setattr(module, name, new_param)
-    return new_param
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # This rank's part of a parameter
 # ---------------------------------------------------------------------------------------------------------------------
 
-# Tensor.layout is torch's own attribute (strided or sparse) and cannot be written, so a plain parameter keeps ours
-# here.
-_LAYOUT_ATTRIBUTE = "hyper_parallel_layout"
+
+def _places(cell: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    for module in cell.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            yield module, name, parameter
 
 
-def _is_spread(tensor: object) -> bool:
-    return hasattr(tensor, "to_local")
+def _as_parameter(tensor: torch.Tensor, old: nn.Parameter) -> nn.Parameter:
+    return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=old.requires_grad)
 
 
-def _local(param: Any) -> torch.Tensor:
-    return param.to_local() if _is_spread(param) else param
+@torch.no_grad()
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    target.detach().copy_(source)
 
 
-def set_layout_into_parameter(param: nn.Parameter, layout: Any) -> nn.Parameter:
-    """Note on a parameter that its values are one part of a larger tensor that lies as ``layout`` says."""
-    if not _is_spread(param):
-        setattr(param, _LAYOUT_ATTRIBUTE, layout)
-    elif param.layout != layout:
-        raise ValueError(
-            f"set_layout_into_parameter: the parameter already lies as {param.layout}, which is not {layout}; change "
-            "it with redistribute()"
-        )
-    return param
-
-
-def get_param_local_shape(param: torch.Tensor) -> torch.Size:
-    return _local(param).shape
-
-
-def get_param_local_data(param: torch.Tensor) -> torch.Tensor:
-    """This rank's values, without graph, in the memory of the parameter."""
-    return _local(param).detach()
+_functions = ParameterFunctions(
+    ParameterFramework(
+        tensor=torch.Tensor,
+        places=_places,
+        install=setattr,
+        as_parameter=_as_parameter,
+        detached=lambda tensor: tensor.detach(),
+        is_meta=lambda tensor: tensor.device.type == "meta",
+        keeps_meaning=torch.can_cast,
+        dtype_name=str,
+        copy=_copy,
+    )
+)
+update_parameter_by_name = _functions.update_parameter_by_name
+set_layout_into_parameter = _functions.set_layout_into_parameter
+get_param_local_shape = _functions.get_param_local_shape
+get_param_local_data = _functions.get_param_local_data
+update_param_data = _functions.update_param_data
+load_into_param = _functions.load_into_param
 
 
 def get_param_type_size(param: torch.Tensor) -> int:
     """Bytes of one element."""
     return param.dtype.itemsize
-
-
-def update_param_data(param: torch.Tensor, data: torch.Tensor) -> None:
-    """Let a plain parameter use ``data`` as its values from now on (its shape may change); no values are copied.
-
-    A parameter spread over ranks has a fixed shape: this rank's part is overwritten by a copy.
-    """
-    if not isinstance(data, torch.Tensor):
-        raise TypeError(f"update_param_data takes a tensor, got {type(data).__name__}")
-    if _is_spread(param):
-        load_into_param(param, data)
-        return
-    data = data.detach()
-    if param.device.type != data.device.type and "meta" in (param.device.type, data.device.type):
-        raise ValueError(
-            f"update_param_data: a parameter on {param.device} cannot take data on {data.device}; replace the "
-            "parameter with update_parameter_by_name"
-        )
-    param.data = data
-
-
-@torch.no_grad()
-def load_into_param(param: torch.Tensor, data: torch.Tensor) -> None:
-    """Copy ``data`` into this rank's values, in place; casts like ``copy_``, but never, say, floating to integer."""
-    if not isinstance(data, torch.Tensor):
-        raise TypeError(f"load_into_param takes a tensor, got {type(data).__name__}")
-    if _is_spread(data):
-        if not _is_spread(param) or param.layout != data.layout:
-            lies = f"as {param.layout}" if _is_spread(param) else "whole on this rank"
-            raise ValueError(
-                f"load_into_param: the data lies as {data.layout} but the parameter {lies}; redistribute the data first"
-            )
-        data = data.to_local()
-    local = _local(param)
-    if local.shape != data.shape:
-        part = f" (this rank's part of {tuple(param.shape)})" if _is_spread(param) else ""
-        raise ValueError(
-            f"load_into_param: data of shape {tuple(data.shape)} does not fit a parameter of shape "
-            f"{tuple(local.shape)}{part}"
-        )
-    if not torch.can_cast(data.dtype, local.dtype):
-        raise TypeError(
-            f"load_into_param: data of {data.dtype} would lose its meaning in a parameter of {local.dtype}; cast it on "
-            "purpose with tensor_type_cast first"
-        )
-    for what, tensor in (("parameter", local), ("data", data)):
-        if tensor.is_meta:
-            raise ValueError(
-                f"load_into_param: the {what} of shape {tuple(tensor.shape)} is on the meta device and has no memory; "
-                "materialise it first, a parameter with init_parameters"
-            )
-    local.detach().copy_(data)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -302,19 +220,8 @@ def init_parameters(module: nn.Module, stage_index: int, device: torch.device | 
     same seed gives the same values as building the module there. Tensors that already have values keep them. A tied
     tensor is initialised by the first module that owns it. ``stage_index`` names the pipeline stage in messages.
     """
-    if module is None:
-        raise ValueError("init_parameters: module is None; give the module of this pipeline stage")
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"init_parameters takes a module, got {type(module).__name__}")
-    if isinstance(stage_index, bool) or not isinstance(stage_index, int):
-        raise TypeError(f"init_parameters: stage_index must be an int, got {stage_index!r}")
-    if stage_index < 0:
-        raise ValueError(f"init_parameters: stage_index must be 0 or more, got {stage_index}")
-
+    check_init_arguments(module, nn.Module, stage_index, device)
     device = torch.device(device) if device is not None else current_device()
-    if device.type == "meta":
-        raise ValueError("init_parameters: the meta device holds no values; give the device that they shall be on")
-
     has_values = [tensor for tensor in _tensors_inside(module) if not tensor.is_meta]
     materialised = _materialise(module, device)
     if materialised:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,6 +10,7 @@ import numpy as np
 import torch
 
 from hyper_parallel.platform.op_names import canonical_name
+from hyper_parallel.platform.tensor_arguments import chunk_bounds, find_dtype, require_tensor, upward_slices
 from hyper_parallel.platform.torch.devices import get_device_type
 from hyper_parallel.platform.trees import map_leaves
 
@@ -67,28 +67,14 @@ def str_to_dtype(dtype_str: DType) -> torch.dtype:
     """The dtype named "torch.float32", "float32", "Float32" (as MindSpore prints it) or "fp32"; a dtype is returned."""
     if isinstance(dtype_str, torch.dtype):
         return dtype_str
-    if not isinstance(dtype_str, str):
-        raise TypeError(
-            f"str_to_dtype takes a name such as 'float32', got {dtype_str!r} of type {type(dtype_str).__name__}"
-        )
-    name = dtype_str.strip().lower()
-    for framework in ("torch.", "mindspore."):
-        name = name.removeprefix(framework)
-    dtype = _DTYPES.get(name) or _DTYPE_ABBREVIATIONS.get(name)
-    if dtype is None:
-        near = difflib.get_close_matches(name, [*_DTYPES, *_DTYPE_ABBREVIATIONS], n=3)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"the known names are {', '.join(sorted(_DTYPES))}"
-        raise ValueError(f"'{dtype_str}' is not the name of a dtype; {hint}")
-    return dtype
+    return find_dtype(dtype_str, _DTYPES, _DTYPE_ABBREVIATIONS)
 
 
 def _optional_dtype(dtype: DType | None) -> torch.dtype | None:
     return None if dtype is None else str_to_dtype(dtype)
 
 
-def _require_tensor(function: str, obj: object) -> None:
-    if not isinstance(obj, torch.Tensor):
-        raise TypeError(f"{function} takes a tensor, got {type(obj).__name__}")
+_require_tensor = functools.partial(require_tensor, torch.Tensor)
 
 
 def is_tensor(obj: object) -> bool:
@@ -208,19 +194,7 @@ def chunk(data: torch.Tensor, split_dim: int, split_size: int, index: int) -> to
     short or empty.
     """
     _require_tensor("chunk", data)
-    if not -data.dim() <= split_dim < data.dim():
-        raise ValueError(
-            f"chunk: dim {split_dim} of a tensor of shape {tuple(data.shape)} does not exist; "
-            f"it has {data.dim()} dimension(s)"
-        )
-    if split_size < 1:
-        raise ValueError(f"chunk: the number of parts must be at least 1, got {split_size}")
-    if not 0 <= index < split_size:
-        raise ValueError(f"chunk: part {index} of {split_size} parts does not exist; give 0 to {split_size - 1}")
-    size = data.shape[split_dim]
-    part_size = -(-size // split_size)
-    start = min(index * part_size, size)
-    return data.narrow(split_dim, start, min(part_size, size - start))
+    return data.narrow(split_dim, *chunk_bounds(data.shape, split_dim, split_size, index))
 
 
 def construct_strided_slice(
@@ -228,22 +202,8 @@ def construct_strided_slice(
 ) -> torch.Tensor:
     """``x[begin[0]:end[0]:stride[0], begin[1]:end[1]:stride[1], ...]`` by Python's rules, negative strides included."""
     _require_tensor("construct_strided_slice", x)
-    if not len(begin) == len(end) == len(stride) <= x.dim():
-        raise ValueError(
-            f"construct_strided_slice: begin {tuple(begin)}, end {tuple(end)} and stride {tuple(stride)} must be "
-            f"equally long, at most one number for each dimension of the tensor of shape {tuple(x.shape)}"
-        )
-    if 0 in stride:
-        raise ValueError(f"construct_strided_slice: stride {tuple(stride)} contains 0; write 1 to take every element")
-    reversed_dims = []
-    slices = []
-    for dim, (first, last, step) in enumerate(zip(begin, end, stride, strict=True)):
-        indices = range(*slice(first, last, step).indices(x.shape[dim]))
-        if step < 0:  # torch has no negative strides: take the same elements upwards, then turn them round
-            indices = indices[::-1]
-            reversed_dims.append(dim)
-        slices.append(slice(indices.start, indices.stop, indices.step) if indices else slice(0, 0))
-    x = x[tuple(slices)]
+    slices, reversed_dims = upward_slices(x.shape, begin, end, stride)
+    x = x[slices]
     return x.flip(reversed_dims) if reversed_dims else x
 
 

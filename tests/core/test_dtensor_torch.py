@@ -1,0 +1,400 @@
+"""DTensor as a PyTorch tensor: what it is, files, hooks, in-place updates, modules, skipping dispatch."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from hyper_parallel import (
+    CommRecorder,
+    DTensor,
+    Layout,
+    Partial,
+    Replicate,
+    Shard,
+    SkipDTensorDispatch,
+    distribute_tensor,
+)
+from hyper_parallel.core.dtensor.device_mesh import init_device_mesh
+from tests.core.layout_cases import block_of
+from tests.world import run_on_ranks
+
+
+def make_mesh(*shape):
+    shape = shape or (torch.distributed.get_world_size(),)
+    return init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[: len(shape)])
+
+
+def numbers(*shape):
+    return torch.arange(1.0, torch.Size(shape).numel() + 1, dtype=torch.float64).reshape(shape)
+
+
+PLACEMENTS = {
+    "even": ([Shard(0), Shard(1)], (4, 6)),
+    "uneven": ([Shard(0), Shard(0)], (5, 3)),
+    "empty": ([Shard(0), Shard(0)], (2, 3)),
+    "ordered": ([Shard(0, order=1), Shard(0, order=0)], (7, 2)),
+    "whole": ([Replicate(), Replicate()], (3, 2)),
+    "pending": ([Partial(), Shard(1)], (3, 5)),
+    "scalar": ([Replicate(), Partial()], ()),
+    "nothing": ([Shard(1), Replicate()], (3, 0)),
+}
+every_layout = pytest.mark.parametrize(("placements", "shape"), list(PLACEMENTS.values()), ids=list(PLACEMENTS))
+
+
+# ---------------------------------------------------------------- what it is
+
+
+@run_on_ranks(4)
+@every_layout
+def test_it_answers_as_the_whole_tensor(placements, shape):
+    mesh = make_mesh(2, 2)
+    whole = numbers(*shape)
+    made = distribute_tensor(whole, mesh, placements)
+    assert isinstance(made, torch.Tensor) and isinstance(made, DTensor)
+    assert made.shape == made.size() == whole.shape and type(made.shape) is torch.Size
+    assert made.ndim == made.dim() == len(shape)
+    assert made.numel() == made.nelement() == whole.numel()
+    assert [made.size(dim) for dim in range(-len(shape), len(shape))] == list(shape) * 2
+    assert made.dtype is torch.float64 and made.device == torch.device("cpu") and made.is_floating_point()
+    assert not made.is_complex() and not made.is_sparse and made.is_cpu and not made.is_cuda
+    assert made.device_mesh == mesh and made.layout is Layout.resolve(mesh, placements, len(shape))
+    assert made.placements == made.layout.placements
+    assert made.local_shape == tuple(made.to_local().shape) == made.layout.local_shape(shape)
+    assert type(made.to_local()) is torch.Tensor
+    assert torch.equal(made.full_tensor(), whole)
+    assert torch.equal(made.reduce_partial().to_local(), block_of(whole, made.layout))
+    if shape:
+        assert len(made) == shape[0]
+    else:
+        with pytest.raises(TypeError, match=r"len.. of a 0-d tensor"):
+            len(made)
+
+
+@run_on_ranks(2)
+def test_its_repr_shows_shape_layout_and_block():
+    mesh = make_mesh()
+    made = distribute_tensor(torch.arange(3), mesh, [Shard(0)])
+    block = ("tensor([0, 1])", "tensor([2])")[torch.distributed.get_rank()]
+    assert repr(made) == f"DTensor(shape=(3,), Layout(mesh (dp=2), dims [dp]), local={block})"
+    assert str(made) == repr(made)
+
+
+@run_on_ranks(2)
+def test_conversions_keep_the_layout():
+    mesh = make_mesh()
+    made = distribute_tensor(numbers(5, 2), mesh, [Shard(0)]).requires_grad_()
+    for converted, dtype in (
+        (made.to(torch.float16), torch.float16),
+        (made.float(), torch.float32),
+        (made.to("cpu", torch.int64), torch.int64),
+        (made.to(torch.zeros(1, dtype=torch.bfloat16)), torch.bfloat16),
+    ):
+        assert converted.dtype is dtype and converted.layout is made.layout and converted.shape == made.shape
+        assert torch.equal(converted.full_tensor(), numbers(5, 2).to(dtype))
+    assert made.to(torch.float64) is made and made.cpu() is made
+    made.float().full_tensor().sum().backward()
+    assert made.grad.dtype is torch.float64 and torch.equal(made.grad.full_tensor(), torch.ones(5, 2).double())
+
+
+# ---------------------------------------------------------------- copies and files
+
+
+def check_same(made, original):
+    assert type(made) is DTensor and made.layout is original.layout and made.shape == original.shape
+    assert made.requires_grad == original.requires_grad and made.dtype is original.dtype
+    assert isinstance(made, nn.Parameter) == isinstance(original, nn.Parameter)
+    assert torch.equal(made.to_local(), original.to_local())
+    assert made.to_local().data_ptr() != original.to_local().data_ptr() or not original.to_local().numel()
+
+
+@run_on_ranks(4)
+@every_layout
+def test_copies_pickles_and_files(placements, shape):
+    mesh = make_mesh(2, 2)
+    plain = distribute_tensor(numbers(*shape), mesh, placements)
+    parameter = nn.Parameter(distribute_tensor(numbers(*shape), mesh, placements))
+    frozen = nn.Parameter(plain.detach(), requires_grad=False)
+    for original in (plain, parameter, frozen):
+        check_same(copy.deepcopy(original), original)
+        check_same(pickle.loads(pickle.dumps(original)), original)
+        for weights_only in (True, False):
+            file = io.BytesIO()
+            torch.save({"weight": original, "step": 3}, file)
+            file.seek(0)
+            loaded = torch.load(file, weights_only=weights_only)
+            check_same(loaded["weight"], original)
+            assert torch.equal(loaded["weight"].full_tensor(), numbers(*shape))
+
+
+@run_on_ranks(2)
+def test_a_deep_copy_has_the_gradient_and_what_was_attached():
+    mesh = make_mesh()
+    parameter = nn.Parameter(distribute_tensor(numbers(3, 2), mesh, [Shard(0)]))
+    parameter.note = ["mine"]
+    parameter.full_tensor().sum().backward()
+    copies = copy.deepcopy([parameter, parameter])
+    assert copies[0] is copies[1]
+    check_same(copies[0], parameter)
+    assert copies[0].note == ["mine"] and copies[0].note is not parameter.note
+    check_same(copies[0].grad, parameter.grad)
+    copies[0].grad.zero_()
+    assert torch.equal(parameter.grad.full_tensor(), torch.ones(3, 2).double())
+    with pytest.raises(RuntimeError, match=r"only distributed tensors created by the user .* detach\(\) it first"):
+        copy.deepcopy(parameter * 2)
+
+
+# ---------------------------------------------------------------- leaves, gradients and hooks
+
+
+@run_on_ranks(4)
+def test_loss_backward_for_every_kind_of_loss():
+    mesh, rank = make_mesh(), torch.distributed.get_rank()
+    reference = numbers(5, 3).requires_grad_()
+    (reference**2).sum().backward()
+    for placements in ([Shard(0)], [Shard(1)], [Replicate()]):
+        leaf = distribute_tensor(numbers(5, 3), mesh, placements).requires_grad_()
+        loss = (leaf**2).sum()  # pending where leaf is cut, whole where it is whole
+        loss.backward()
+        assert torch.equal(leaf.grad.full_tensor(), reference.grad), placements
+        leaf.grad = None
+        (leaf**2).sum().redistribute(placements=[Replicate()]).backward()
+        assert torch.equal(leaf.grad.full_tensor(), reference.grad), placements
+        leaf.grad = None
+        torch.autograd.backward([(leaf**2).sum()])
+        assert torch.equal(leaf.grad.full_tensor(), reference.grad), placements
+        (gradient,) = torch.autograd.grad((leaf**2).sum(), leaf)
+        assert gradient.layout is leaf.layout and torch.equal(gradient.full_tensor(), reference.grad)
+    for op, expected in (("avg", [0.25] * 4), ("max", [0, 0, 0, 1]), ("min", [1, 0, 0, 0]), ("prod", [24, 12, 8, 6])):
+        summand = torch.tensor(float(rank + 1), requires_grad=True)
+        DTensor.from_local(summand, mesh, [Partial(op)]).backward()
+        assert summand.grad == expected[rank], op
+
+
+@run_on_ranks(2)
+def test_torch_autograd_grad_gives_distributed_gradients():
+    mesh = make_mesh()
+    first = distribute_tensor(numbers(5), mesh, [Shard(0)]).requires_grad_()
+    second = distribute_tensor(numbers(5), mesh, [Replicate()]).requires_grad_()
+    plain = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+    unused = distribute_tensor(numbers(4), mesh, [Shard(0)]).requires_grad_()
+    loss = ((first + second.redistribute(placements=[Shard(0)])) ** 2).sum() * plain
+    inputs = (first, second, plain, unused)
+    gradients = torch.autograd.grad(loss, inputs, allow_unused=True, create_graph=True)
+    for gradient, tensor in zip(gradients[:2], inputs[:2], strict=True):
+        assert type(gradient) is DTensor and gradient.layout is tensor.layout
+        assert torch.equal(gradient.full_tensor(), numbers(5) * 8)
+    assert type(gradients[2]) is torch.Tensor and gradients[3] is None
+    (again,) = torch.autograd.grad(gradients[0].sum(), first)
+    assert torch.equal(again.full_tensor(), torch.full((5,), 4.0).double())
+    assert first.grad is None
+
+
+@run_on_ranks(2)
+def test_hooks_see_distributed_gradients():
+    mesh = make_mesh()
+    leaf = distribute_tensor(numbers(3), mesh, [Shard(0)]).requires_grad_()
+    seen = []
+    leaf.register_hook(lambda gradient: seen.append(gradient))
+    doubling = leaf.register_hook(lambda gradient: gradient * 2)
+    leaf.register_post_accumulate_grad_hook(lambda tensor: seen.append((tensor, tensor.grad)))
+    leaf.full_tensor().sum().backward()
+    assert type(seen[0]) is DTensor and seen[0].layout is leaf.layout
+    assert torch.equal(seen[0].full_tensor(), torch.ones(3).double())
+    assert seen[1][0] is leaf and torch.equal(seen[1][1].full_tensor(), torch.full((3,), 2.0).double())
+    doubling.remove()
+    leaf.register_hook(lambda gradient: gradient.redistribute(placements=[Replicate()]) * 3)  # brought to its place
+    leaf.full_tensor().sum().backward()
+    assert torch.equal(leaf.grad.full_tensor(), torch.full((3,), 5.0).double())
+    leaf.register_hook(lambda gradient: gradient.to_local())
+    with pytest.raises(TypeError, match=r"the hook of a distributed tensor of shape \(3,\) must return a distributed"):
+        leaf.full_tensor().sum().backward()
+
+
+@run_on_ranks(2)
+def test_the_gradient_of_a_computed_tensor_can_be_kept():
+    mesh = make_mesh()
+    leaf = distribute_tensor(numbers(3), mesh, [Shard(0)]).requires_grad_()
+    squared = leaf**2
+    squared.retain_grad()
+    assert not squared.is_leaf and squared.grad_fn is not None and squared.retains_grad
+    (squared.full_tensor() * 3).sum().backward()
+    assert type(squared.grad) is DTensor and squared.grad.layout is squared.layout
+    assert torch.equal(squared.grad.full_tensor(), torch.full((3,), 3.0).double())
+
+
+@run_on_ranks(2)
+def test_detach_data_and_requires_grad():
+    mesh = make_mesh()
+    leaf = distribute_tensor(numbers(3, 2), mesh, [Shard(0)])
+    assert leaf.requires_grad_() is leaf and leaf.requires_grad
+    for other in (leaf.detach(), leaf.data):
+        assert type(other) is DTensor and other.layout is leaf.layout and not other.requires_grad
+        assert other.to_local().data_ptr() == leaf.to_local().data_ptr()
+    leaf.data = distribute_tensor(numbers(5, 2), mesh, [Replicate()])
+    assert leaf.shape == (5, 2) and leaf.layout.is_replicated and leaf.is_leaf and leaf.requires_grad
+    with pytest.raises(TypeError, match="can only be set to a distributed tensor, got Tensor"):
+        leaf.data = torch.ones(5, 2)
+    leaf.requires_grad = False
+    assert not leaf.requires_grad
+    assert torch.equal(leaf.detach().full_tensor(), numbers(5, 2))
+
+
+# ---------------------------------------------------------------- updates in place
+
+
+@run_on_ranks(4)
+@pytest.mark.parametrize("name", [name for name in PLACEMENTS if name not in ("pending", "scalar")])
+def test_updates_in_place(name):
+    placements, shape = PLACEMENTS[name]
+    mesh = make_mesh(2, 2)
+    parameter = nn.Parameter(distribute_tensor(numbers(*shape), mesh, placements))
+    (parameter**2).sum().backward()
+    memory, version = parameter.to_local().data_ptr(), parameter._version
+    expected = numbers(*shape)
+    with torch.no_grad():
+        parameter -= 0.25 * parameter.grad
+        expected -= 0.25 * 2 * numbers(*shape)
+        parameter.add_(parameter.grad, alpha=-0.5)
+        expected.add_(2 * numbers(*shape), alpha=-0.5)
+        parameter.mul_(3)
+        expected *= 3
+    assert torch.equal(parameter.full_tensor(), expected)
+    assert parameter.is_leaf and parameter.requires_grad and isinstance(parameter, nn.Parameter)
+    assert parameter.to_local().data_ptr() == memory and parameter._version > version
+    with torch.no_grad():
+        for source in ([Replicate(), Replicate()], placements):
+            parameter.zero_()
+            assert not parameter.full_tensor().any()
+            assert parameter.copy_(distribute_tensor(expected, mesh, source)) is parameter
+            assert torch.equal(parameter.full_tensor(), expected)
+    with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
+        parameter.add_(1)
+
+
+@run_on_ranks(2)
+def test_an_in_place_update_in_the_graph_has_a_gradient():
+    mesh = make_mesh()
+    leaf = distribute_tensor(numbers(5), mesh, [Shard(0)]).requires_grad_()
+    value = leaf * 2
+    value.mul_(distribute_tensor(numbers(5), mesh, [Shard(0)]))
+    value.full_tensor().sum().backward()
+    assert torch.equal(leaf.grad.full_tensor(), numbers(5) * 2)
+
+
+# ---------------------------------------------------------------- modules
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 5)
+        self.register_buffer("scale", torch.arange(5.0))
+
+
+def distributed_net(mesh):
+    torch.manual_seed(0)
+    net = Net()
+    net.linear.weight = nn.Parameter(distribute_tensor(net.linear.weight.detach(), mesh, [Shard(0)]))
+    net.linear.bias = nn.Parameter(distribute_tensor(net.linear.bias.detach(), mesh, [Replicate()]))
+    net.scale = distribute_tensor(net.scale, mesh, [Shard(0)])
+    torch.manual_seed(0)
+    return net, Net()
+
+
+@run_on_ranks(2)
+def test_a_module_with_distributed_parameters():
+    mesh = make_mesh()
+    net, plain = distributed_net(mesh)
+    assert [name for name, _ in net.named_parameters()] == ["linear.weight", "linear.bias"]
+    net.to(torch.float64)
+    assert net.linear.weight.dtype is torch.float64 and net.scale.dtype is torch.float64
+    assert type(net.linear.weight) is DTensor and isinstance(net.linear.weight, nn.Parameter)
+    assert net.linear.weight.layout.placements == (Shard(0),)
+    assert torch.equal(net.linear.weight.full_tensor(), plain.linear.weight.double())
+    assert torch.equal(net.scale.full_tensor(), plain.scale.double())
+    net.half().float()
+
+    (net.linear.weight.full_tensor().sum() + net.linear.bias.full_tensor().sum()).backward()
+    weight_grad = net.linear.weight.grad
+    assert torch.equal(weight_grad.full_tensor(), torch.ones(5, 3))
+    net.zero_grad(set_to_none=False)
+    assert net.linear.weight.grad is weight_grad and not weight_grad.full_tensor().any()
+    net.zero_grad()
+    assert net.linear.weight.grad is None
+
+    twin = copy.deepcopy(net)
+    assert type(twin.linear.weight) is DTensor and twin.linear.weight is not net.linear.weight
+
+
+@run_on_ranks(2)
+def test_state_dicts():
+    mesh = make_mesh()
+    net, _ = distributed_net(mesh)
+    other, _ = distributed_net(mesh)
+    with torch.no_grad():
+        for tensor in (*net.parameters(), net.scale):
+            tensor.mul_(2)
+    state = net.state_dict()
+    assert {name: type(value) for name, value in state.items()} == dict.fromkeys(state, DTensor)
+    assert not any(value.requires_grad for value in state.values())
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    report = other.load_state_dict(torch.load(file, weights_only=True))
+    assert not report.missing_keys and not report.unexpected_keys
+    for name, value in other.state_dict().items():
+        assert torch.equal(value.full_tensor(), state[name].full_tensor()), name
+    assert other.linear.weight.layout.placements == (Shard(0),)
+
+    # Under another layout the values move; plain values are refused.
+    moved = {name: value.redistribute(placements=[Replicate()]) for name, value in state.items()}
+    other.linear.weight.data.zero_()
+    other.load_state_dict(moved)
+    assert torch.equal(other.linear.weight.full_tensor(), net.linear.weight.full_tensor())
+    with pytest.raises(RuntimeError, match=r"linear.weight.*plain tensor of shape \(5, 3\) meets a distributed one"):
+        other.load_state_dict({name: value.full_tensor() for name, value in state.items()})
+
+    net.load_state_dict(state, assign=True)
+    assert type(net.linear.weight) is DTensor and isinstance(net.linear.weight, nn.Parameter)
+
+
+# ---------------------------------------------------------------- skipping dispatch
+
+
+@run_on_ranks(2)
+def test_operators_can_see_the_blocks():
+    mesh = make_mesh()
+    made = distribute_tensor(numbers(5), mesh, [Shard(0)])
+    with SkipDTensorDispatch():
+        result = made * 2
+        assert type(result) is torch.Tensor and torch.equal(result, made.to_local() * 2)
+        assert torch.equal(torch.cat([made, made]), made.to_local().repeat(2))
+        assert type(made.detach()) is torch.Tensor
+        made.add_(1)
+        with SkipDTensorDispatch(no_skip=["mul", torch.add]):
+            assert type(made * 2) is DTensor and type(made + 2) is DTensor and type(made - 2) is torch.Tensor
+            with SkipDTensorDispatch():
+                assert type(made * 2) is torch.Tensor
+            assert type(made * 2) is DTensor
+        with SkipDTensorDispatch(no_skip=torch.mul):
+            assert type(made * 2) is DTensor
+    assert type(made * 2) is DTensor
+    assert torch.equal(made.full_tensor(), numbers(5) + 1)
+
+
+@run_on_ranks(2)
+def test_reading_attributes_communicates_nothing():
+    mesh = make_mesh()
+    made = distribute_tensor(numbers(5, 2), mesh, [Shard(0)]).requires_grad_()
+    with CommRecorder() as recorder:
+        for name in ("shape", "dtype", "device", "ndim", "requires_grad", "grad", "is_leaf", "placements", "data"):
+            getattr(made, name)
+        repr(made), made.size(), made.numel(), made.nelement(), made.dim(), len(made), made.detach(), hash(made)
+        made.is_contiguous(), made.stride(), made.element_size(), made.to_local(), copy.deepcopy(made), made * 2
+    assert recorder.records == []
