@@ -11,6 +11,8 @@ import mindspore.mint.nn.functional as F
 import numpy as np
 from mindspore import Tensor, mint, ops
 
+from tests.shard.mindspore_function_samples import FAMILIES, SINGLE
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -20,6 +22,8 @@ class Sample:
     call: Callable[..., Any]
     arrays: tuple[np.ndarray, ...]
     tolerance: float = 1e-9
+    rule: str = ""  # the rule that it is for; MindSpore may have no kernel for such a one
+    has_gradient: bool = True
 
 
 def array(*shape: int, low: float = -2.0, high: float = 2.0, dtype: Any = np.float64) -> np.ndarray:
@@ -198,6 +202,16 @@ def _samples() -> list[Sample]:
     add("empty: cat", lambda a, b: mint.cat([a, b], 0), array(1, 3), array(2, 3))
     add("empty: tile", lambda a: ops.tile(a, (2, 1)), array(1, 3))
     add("empty: embedding", lambda i, w: ops.gather(w, i, 0), ids[0, :1], array(1, 4))
+
+    def add_function(
+        rule: str, call: Callable[..., Any], *arrays: np.ndarray, tolerance: float = SINGLE, has_gradient: bool = True
+    ) -> None:
+        number = sum(1 for sample in found if sample.rule == rule)
+        label = f"{rule} {number}" if number else rule
+        found.append(Sample(label, call, arrays, tolerance, rule, has_gradient))
+
+    for add_family in FAMILIES:
+        add_family(add_function)
     return found
 
 

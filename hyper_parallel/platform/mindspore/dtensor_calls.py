@@ -16,6 +16,7 @@ _make = private_api.make_subclass
 
 # Results of more elements than this are not computed only to learn their shapes.
 _MAX_ELEMENTS_FOR_SHAPES = 1 << 22
+_REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
 
 
 def _block(value: Any) -> Any:
@@ -158,12 +159,16 @@ def output_shapes(func: Callable[..., Any], args: Any, kwargs: Any) -> list[tupl
         try:
             with ms.DeviceCtx("meta"):
                 result = _call_with(func, args, kwargs, _without_memory)
-        except (RuntimeError, TypeError, ValueError) as error:
+            if result is None:  # as of a primitive that does not know tensors without memory
+                raise RuntimeError(f"{func} has no result on tensors without memory")
+        except _REFUSALS as error:
+            private_api.start_recording()  # MindSpore stops recording when an operator fails
             if sum(_num_elements(value) for value in (*args, *kwargs.values())) > _MAX_ELEMENTS_FOR_SHAPES:
                 raise
             try:
                 result = _call_with(func, args, kwargs, _zeros)
-            except (RuntimeError, TypeError, ValueError) as real:
+            except _REFUSALS as real:
+                private_api.start_recording()
                 raise type(real)(_first_line(real)) from error
     results = result if isinstance(result, (tuple, list)) else [result]
     return [tuple(item.shape) for item in results if isinstance(item, Tensor)]

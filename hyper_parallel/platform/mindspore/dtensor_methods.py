@@ -14,10 +14,12 @@ from typing import Any
 
 from mindspore import Parameter, Tensor, ops
 
-from hyper_parallel.platform.mindspore import dtensor_names, private_api
+from hyper_parallel.platform.mindspore import dtensor_names, dtensor_operators, dtensor_whole, private_api
 from hyper_parallel.platform.mindspore.dtensor_base import DTensorBase, as_dtensor, local_alias, plain_kind
+from hyper_parallel.platform.mindspore.dtensor_empty import zeros_of
 from hyper_parallel.platform.mindspore.dtensor_names import NEUTRAL, RANDOM, Composed, neutral_call, passed_on
-from hyper_parallel.platform.mindspore.dtensor_ops import clone, copy_
+from hyper_parallel.platform.mindspore.dtensor_ops import clone, copy_, takes_nothing
+from hyper_parallel.platform.mindspore.dtensor_whole import has_dtensor
 from hyper_parallel.platform.mindspore.tensors import full_like, own_copy
 
 _intercept: Callable[..., Any]
@@ -28,10 +30,21 @@ def set_dispatcher(intercept: Callable[..., Any]) -> None:
     global _intercept
     _intercept = intercept
     dtensor_names.dispatch = _dispatch
+    dtensor_operators.give_operators(_enter)
+    dtensor_whole.take_functions(_enter)
 
 
 def _dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _intercept(None, func, (), args, kwargs)
+
+
+def _enter(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The dispatcher, for calls from the program."""
+    try:
+        return _intercept(None, func, (), args, kwargs)
+    except Exception:
+        private_api.start_recording()  # MindSpore stops recording when an operator fails
+        raise
 
 
 def _meet(self: Any, func: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -49,36 +62,34 @@ def _meet(self: Any, func: Any, args: Any = (), kwargs: Any = None) -> Any:
 def _meet_plain(self: Any, func: Any, args: Any = (), kwargs: Any = None) -> Any:
     """The same where the method of a plain tensor, or an operator on a plain parameter, was called."""
     given = args[2] if args and isinstance(args[0], ops.Primitive) else args
-    if _has_dtensor(given) or (kwargs and _has_dtensor(kwargs.values())):
+    if has_dtensor(given) or (kwargs and has_dtensor(kwargs.values())):
         return _meet(self, func, args, kwargs)
     with private_api.NoFallbackGuard():
         return func(*args, **(kwargs or {}))
 
 
-def _has_dtensor(values: Any) -> bool:
-    for value in values:
-        if isinstance(value, DTensorBase) or (type(value) in (list, tuple) and _has_dtensor(value)):
-            return True
-    return False
-
-
 def _getitem(self: Any, index: Any) -> Any:
-    return _intercept(None, NEUTRAL["getitem"], (), (self, index), {})
+    return _enter(NEUTRAL["getitem"], (self, index), {})
 
 
 def _setitem(self: Any, index: Any, value: Any) -> None:
-    _intercept(None, _SETITEM, (), (self, index, value), {})
+    _enter(_SETITEM, (self, index, value), {})
     self.written()
 
 
 def _set_block(input: Any, index: Any, value: Any) -> None:
     """``input[index] = value``, by ``copy_``: MindSpore's own assignment forgets how often a tensor was written to."""
-    changed = clone(input)
-    changed[index] = value
-    copy_(input, changed)
+    block = local_alias(input)
+    changed = clone(block)
+    if takes_nothing(block.shape, index):  # the value stays in the graph, as on the ranks that write it
+        changed = changed + zeros_of((), block.dtype, value)
+    else:
+        changed[index] = value
+    copy_(block, changed)
 
 
 _SETITEM = passed_on("setitem", _set_block)
+_SETITEM.shapes = lambda *args: []  # it returns nothing; asked on tensors without memory, MindSpore ends the process
 
 
 def _iterate(self: Any) -> Any:
@@ -158,21 +169,43 @@ for _name in ("item", "tolist", "__bool__", "__int__", "__float__", "__index__",
 Tensor.__fallback__ = _meet_plain
 
 
-def _wrap_stacking(primitive: type, neutral: Callable[..., Any]) -> None:
-    """Old primitives that take a list of tensors."""
-    plain = primitive.__call__
+def _guard_plain_indexing() -> None:
+    """``plain[i]`` and ``plain[i] = v`` take a DTensor for its block, without asking anybody."""
+    read, write = Tensor.__getitem__, Tensor.__setitem__
+
+    def getitem(self: Any, index: Any) -> Any:
+        return _enter(NEUTRAL["getitem"], (self, index), {}) if has_dtensor((index,)) else read(self, index)
+
+    def setitem(self: Any, index: Any, value: Any) -> None:
+        if has_dtensor((index, value)):
+            _enter(_SETITEM, (self, index, value), {})
+        else:
+            write(self, index, value)
+
+    Tensor.__getitem__, Tensor.__setitem__ = getitem, setitem
+
+
+_guard_plain_indexing()
+
+
+def _wrap_lists() -> None:
+    """Old primitives that take a list of tensors, into which MindSpore does not look."""
+    plain = ops.Primitive.__call__
 
     def call(self: Any, *args: Any) -> Any:
-        values = args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
-        if _has_dtensor(values):
-            return neutral(self, list(values))
+        for value in args:
+            if type(value) in (list, tuple) and has_dtensor(value):
+                known = _OF_LISTS.get(self.name)
+                if known is not None:
+                    return known(self, list(value))
+                return _enter(passed_on(self.name, lambda *blocks: plain(self, *blocks)), args, {})
         return plain(self, *args)
 
-    primitive.__call__ = call
+    ops.Primitive.__call__ = call
 
 
 def _stack(primitive: Any, tensors: list[Any]) -> Any:
-    return _intercept(None, NEUTRAL["stack"], (), (tensors, primitive.axis), {})
+    return _enter(NEUTRAL["stack"], (tensors, primitive.axis), {})
 
 
 def _add_all(primitive: Any, tensors: list[Any]) -> Any:
@@ -182,5 +215,5 @@ def _add_all(primitive: Any, tensors: list[Any]) -> Any:
     return total
 
 
-_wrap_stacking(ops.Stack, _stack)
-_wrap_stacking(ops.AddN, _add_all)
+_OF_LISTS = {"Stack": _stack, "AddN": _add_all}
+_wrap_lists()

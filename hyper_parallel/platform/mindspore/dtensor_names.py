@@ -40,7 +40,9 @@ _by_names = {
     "asinh": "AsinhExt Asinh",
     "atan": "AtanExt Atan",
     "atan2": "Atan2Ext Atan2",
+    "angle": "Angle",
     "atanh": "Atanh",
+    "avg_pool2d": "AvgPool",
     "bitwise_and": "BitwiseAndTensor BitwiseAndScalar BitwiseAnd",
     "bitwise_not": "BitwiseNot Invert",
     "bitwise_or": "BitwiseOrTensor BitwiseOrScalar BitwiseOr",
@@ -138,6 +140,15 @@ _by_names = {
     "real": "Real",
     "imag": "Imag",
     "conj": "Conj",
+    "complex": "Complex",
+    "bitwise_left_shift": "LeftShift",
+    "bitwise_right_shift": "RightShift",
+    "special_i0e": "BesselI0e",
+    "special_i1": "BesselI1",
+    "special_i1e": "BesselI1e",
+    "special_bessel_j0": "BesselJ0",
+    "special_bessel_j1": "BesselJ1",
+    "special_zeta": "Zeta",
 }
 SAME = {ms_name: name for name, ms_names in _by_names.items() for ms_name in ms_names.split()}
 
@@ -150,6 +161,7 @@ class PassedOn(str):
     """
 
     call: Callable[..., Any]
+    shapes: Callable[..., Any] | None = None  # how the shapes of its results follow from its arguments
 
     @property
     def __name__(self) -> str:
@@ -208,13 +220,13 @@ def _primitive_call(func: Any, args: Any) -> Call:
         return TRANSLATED[name](*given)
     if name in COMPOSED:
         return Composed(COMPOSED[name]), given, {}
-    with_attributes = _ATTRIBUTES.get(name)
-    if with_attributes is not None:
-        return with_attributes(primitive, *given)
 
     def call(*blocks: Any) -> Any:
         return func(primitive, name, blocks)
 
+    with_attributes = _ATTRIBUTES.get(name)
+    if with_attributes is not None:
+        return with_attributes(primitive, call, *given)
     return passed_on(SAME.get(name, name), call), given, {}
 
 
@@ -280,7 +292,6 @@ _with_dtype("amin", "ReduceMin", "DeprecatedMin")
 _with_dtype("any", "Any", "AnyExt", "ReduceAny", "DeprecatedAny")
 _with_dtype("all", "All", "AllExt", "ReduceAll", "DeprecatedAll")
 _with_dtype("argmax", "ArgMaxExt", "DeprecatedArgmax")
-_with_dtype("argmin", "ArgMinExt", "DeprecatedArgmin")
 _with_dtype("logsumexp", "LogSumExp", "DeprecatedLogSumExp")
 
 
@@ -291,24 +302,39 @@ def _reduce_sum(input: Any, axis: Any = (), keep_dims: bool = False, skip_mode: 
     return TRANSLATED["SumExt"](input, axis, keep_dims)
 
 
-@_translates("ArgMaxWithValue")
-def _max_dim(input: Any, axis: int = 0, keep_dims: bool = False) -> Call:
-    return NEUTRAL["max"], (input, axis, keep_dims), {}
+def _extreme_with_place(neutral: str) -> Callable[..., Any]:
+    """These give the places first."""
+
+    def find(input: Any, axis: int = 0, keep_dims: bool = False) -> Any:
+        values, places = dispatch(NEUTRAL[neutral], (input, axis, keep_dims), {})
+        return places, values
+
+    return find
 
 
-@_translates("ArgMinWithValue")
-def _min_dim(input: Any, axis: int = 0, keep_dims: bool = False) -> Call:
-    return NEUTRAL["min"], (input, axis, keep_dims), {}
+@_composes("ArgMinExt", "DeprecatedArgmin")
+def _argmin_method(input: Any, dim: Any = None, keepdim: bool = False) -> Any:
+    """``x.argmin``, whose places are 32-bit numbers on a CPU."""
+    places = dispatch(NEUTRAL["argmin"], (input, dim, keepdim), {})
+    return places if on_ascend() else places.to(ms.int32)
 
 
-@_translates("Argmax")
-def _argmax(input: Any, axis: int = -1, output_type: Any = None) -> Call:
-    return NEUTRAL["argmax"], (input, axis), {}
+def _place_of_extreme(neutral: str) -> Callable[..., Any]:
+    def find(input: Any, axis: int = -1, output_type: Any = ms.int32) -> Any:
+        dtype = private_api.dtype_of_id(output_type) if isinstance(output_type, int) else output_type
+        return dispatch(NEUTRAL[neutral], (input, axis), {}).to(dtype)
+
+    return find
 
 
-@_translates("Argmin")
-def _argmin(input: Any, axis: int = -1, output_type: Any = None) -> Call:
-    return NEUTRAL["argmin"], (input, axis), {}
+COMPOSED.update(
+    {
+        "ArgMaxWithValue": _extreme_with_place("max"),
+        "ArgMinWithValue": _extreme_with_place("min"),
+        "Argmax": _place_of_extreme("argmax"),
+        "Argmin": _place_of_extreme("argmin"),
+    }
+)
 
 
 @_translates("ReduceStd")
@@ -394,7 +420,8 @@ _to("transpose", "TransposeExtView", "TransposeExt", "SwapAxes")
 _to("expand", "BroadcastTo", "BroadcastToView")
 _to("cat", "Concat")
 _to("stack", "StackExt")
-_to("split", "SplitTensor", "SplitTensorView", "SplitWithSize", "SplitWithSizeView")
+_to("split", "SplitTensor", "SplitTensorView")
+_to("split_with_sizes", "SplitWithSize", "SplitWithSizeView")
 _to("chunk", "Chunk", "ChunkView")
 _to("unbind", "UnstackExtView", "UnstackExt")
 _to("narrow", "Narrow", "NarrowView")
@@ -500,6 +527,24 @@ def _layer_norm(
 _to("layer_norm", "LayerNormExt")
 
 
+@_composes("BatchNorm")
+def _batch_norm(
+    input: Any,
+    weight: Any,
+    bias: Any,
+    mean: Any,
+    variance: Any,
+    is_training: bool = False,
+    eps: float = 1e-5,
+    momentum: float = 0.1,
+    data_format: Any = 0,
+) -> Any:
+    """MindSpore's own gives the statistics as well, which its layers drop."""
+    given = (input, weight, bias, mean, variance, is_training, momentum, eps, False)
+    normalised = dispatch(NEUTRAL["batch_norm"], given, {})
+    return normalised, *(_Unused("BatchNorm", "statistics") for _ in range(4))
+
+
 class _Unused:
     """A result that MindSpore's operator has and nobody uses; an error for those who do."""
 
@@ -598,12 +643,32 @@ def _typeof(input: Any) -> Any:
 # ---------------------------------------------------------------- old primitives whose attributes matter
 
 
-def _tril(primitive: Any, input: Any) -> Call:
+def _tril(primitive: Any, run: Callable[..., Any], input: Any) -> Call:
     return NEUTRAL["tril" if primitive.name == "Tril" else "triu"], (input, primitive.diagonal), {}
 
 
-def _sort(primitive: Any, input: Any) -> Call:
+def _sort(primitive: Any, run: Callable[..., Any], input: Any) -> Call:
     return NEUTRAL["sort"], (input, primitive.axis, primitive.descending), {}
 
 
-_ATTRIBUTES: dict[str, Callable[..., Call]] = {"Tril": _tril, "Triu": _tril, "Sort": _sort}
+def _conv2d(primitive: Any, run: Callable[..., Any], input: Any, weight: Any) -> Call:
+    if primitive.format != "NCHW":
+        return passed_on("Conv2D", run), (input, weight), {}
+    settings = (primitive.stride, primitive.padding, primitive.dilation, primitive.group, primitive.pad_mode)
+    return NEUTRAL["conv2d"], (input, weight, None, *settings), {}
+
+
+def _max_pool(primitive: Any, run: Callable[..., Any], input: Any) -> Call:
+    if primitive.format != "NCHW":
+        return passed_on("MaxPool", run), (input,), {}
+    settings = (primitive.kernel_size, primitive.strides, primitive.pad_mode)
+    return passed_on("max_pool2d", lambda block, *settings: run(block)), (input, *settings), {}
+
+
+_ATTRIBUTES: dict[str, Callable[..., Call]] = {
+    "Tril": _tril,
+    "Triu": _tril,
+    "Sort": _sort,
+    "Conv2D": _conv2d,
+    "MaxPool": _max_pool,
+}

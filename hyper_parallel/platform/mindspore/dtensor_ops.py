@@ -20,6 +20,10 @@ from hyper_parallel.platform.mindspore.start import on_ascend
 
 NEUTRAL: dict[str, Callable[..., Any]] = {}
 
+# As MindSpore has them: its modules give replacements later (:mod:`dtensor_whole`), which look for DTensors first.
+_linear, _matmul, _sum = mint.nn.functional.linear, mint.matmul, mint.sum
+_reshape, _softmax = ops.reshape, ops.softmax
+
 
 def _neutral(function: Callable[..., Any]) -> Callable[..., Any]:
     NEUTRAL[function.__name__] = function
@@ -37,17 +41,20 @@ def _dims(dim: Any) -> Any:
 def sum(input: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
     if 0 in input.shape:
         return _sum_of_nothing(input, _dims(dim), keepdim, dtype)
-    return mint.sum(input, _dims(dim), keepdim, dtype=dtype)
+    return _sum(input, _dims(dim), keepdim, dtype=dtype)
+
+
+def _reduced_shape(input: Any, dim: Any, keepdim: bool) -> list[int]:
+    listed = range(input.ndim) if dim is None else dim if isinstance(dim, (tuple, list)) else (dim,)
+    dims = {one % input.ndim for one in listed}
+    return [1 if one in dims else size for one, size in enumerate(input.shape) if keepdim or one not in dims]
 
 
 def _sum_of_nothing(input: Any, dim: Any, keepdim: bool, dtype: Any) -> Any:
     """See Note [Sums over nothing] in ``dtensor_empty.py``."""
-    listed = range(input.ndim) if dim is None else dim if isinstance(dim, (tuple, list)) else (dim,)
-    dims = {one % input.ndim for one in listed}
-    shape = [1 if one in dims else size for one, size in enumerate(input.shape) if keepdim or one not in dims]
     if dtype is None:
         dtype = input.dtype if "Float" in str(input.dtype) or "Complex" in str(input.dtype) else ms.int64
-    return zeros_of(shape, dtype, input)
+    return zeros_of(_reduced_shape(input, dim, keepdim), dtype, input)
 
 
 @_neutral
@@ -57,6 +64,8 @@ def mean(input: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) 
 
 @_neutral
 def prod(input: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
+    if 0 in input.shape:
+        return _sum_of_nothing(input, _dims(dim), keepdim, dtype) + 1
     return mint.prod(input, dim, keepdim, dtype=dtype) if dim is not None else mint.prod(input, dtype=dtype)
 
 
@@ -92,11 +101,15 @@ def argmin(input: Any, dim: Any = None, keepdim: bool = False) -> Any:
 
 @_neutral
 def any(input: Any, dim: Any = None, keepdim: bool = False) -> Any:
+    if 0 in input.shape:
+        return tensors.zeros(tuple(_reduced_shape(input, _dims(dim), keepdim)), dtype=ms.bool_)
     return ops.any(input, dim, keepdim)
 
 
 @_neutral
 def all(input: Any, dim: Any = None, keepdim: bool = False) -> Any:
+    if 0 in input.shape:
+        return tensors.ones(tuple(_reduced_shape(input, _dims(dim), keepdim)), dtype=ms.bool_)
     return ops.all(input, dim, keepdim)
 
 
@@ -126,7 +139,7 @@ def logsumexp(input: Any, dim: Any, keepdim: bool = False) -> Any:
 
 @_neutral
 def softmax(input: Any, dim: Any, dtype: Any = None) -> Any:
-    return ops.softmax(input if dtype is None else input.to(dtype), dim)
+    return _softmax(input if dtype is None else input.to(dtype), dim)
 
 
 @_neutral
@@ -167,9 +180,9 @@ def topk(input: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool =
 
 @_neutral
 def matmul(input: Any, other: Any) -> Any:
-    if input.shape[-1] == 0 or 0 in input.shape or 0 in other.shape:
+    if 0 in input.shape or 0 in other.shape:
         return _product_of_nothing(input, other)
-    return mint.matmul(input, other)
+    return _matmul(input, other)
 
 
 def _product_of_nothing(input: Any, other: Any) -> Any:
@@ -199,7 +212,7 @@ def linear(input: Any, weight: Any, bias: Any = None) -> Any:
         if bias is None:
             return product
         return zeros_of(product.shape, input.dtype, input, weight, bias) if 0 in product.shape else product + bias
-    return mint.nn.functional.linear(input, weight, bias)
+    return _linear(input, weight, bias)
 
 
 # ---------------------------------------------------------------- shapes
@@ -207,7 +220,7 @@ def linear(input: Any, weight: Any, bias: Any = None) -> Any:
 
 @_neutral
 def reshape(input: Any, *shape: Any) -> Any:
-    return ops.reshape(input, tuple(shape[0]) if isinstance(shape[0], (tuple, list)) else shape)
+    return _reshape(input, tuple(shape[0]) if isinstance(shape[0], (tuple, list)) else shape)
 
 
 @_neutral
@@ -267,6 +280,11 @@ def split(input: Any, sections: Any, dim: int = 0) -> Any:
 
 
 @_neutral
+def split_with_sizes(input: Any, sizes: Sequence[int], dim: int = 0) -> Any:
+    return tuple(mint.split(input, tuple(sizes), dim))
+
+
+@_neutral
 def chunk(input: Any, chunks: int, dim: int = 0) -> Any:
     return tuple(mint.chunk(input, chunks, dim))
 
@@ -318,8 +336,7 @@ def pad(input: Any, pad: Sequence[int], mode: str = "constant", value: Any = Non
 @_neutral
 def getitem(input: Any, index: Any) -> Any:
     """``input[index]``. Ranges without elements are made of zeros: their gradient has no kernel on a CPU."""
-    entries = index if isinstance(index, tuple) else (index,)
-    if builtins.any(isinstance(entry, slice) for entry in entries) and _is_empty_range(input.shape, entries):
+    if takes_nothing(input.shape, index):
         with private_api.no_grad():
             shape = tuple(input[index].shape)
         return zeros_of(shape, input.dtype, input)
@@ -334,13 +351,13 @@ def _dim_of(shape: Sequence[int], entries: tuple[Any, ...], place: int) -> int:
     return dim
 
 
-def _takes_nothing(shape: Sequence[int], entries: tuple[Any, ...], place: int) -> bool:
-    entry = entries[place]
-    return isinstance(entry, slice) and not len(range(*entry.indices(shape[_dim_of(shape, entries, place)])))
-
-
-def _is_empty_range(shape: Sequence[int], entries: tuple[Any, ...]) -> bool:
-    return builtins.any(_takes_nothing(shape, entries, place) for place in range(len(entries)))
+def takes_nothing(shape: Sequence[int], index: Any) -> bool:
+    """Whether a range of the index has no elements."""
+    entries = index if isinstance(index, tuple) else (index,)
+    return builtins.any(
+        isinstance(entry, slice) and not len(range(*entry.indices(shape[_dim_of(shape, entries, place)])))
+        for place, entry in enumerate(entries)
+    )
 
 
 def _nothing_of(tensor: Any, shape: tuple[int, ...]) -> Any:
@@ -380,8 +397,10 @@ def one_hot(input: Any, num_classes: int = -1) -> Any:
 
 @_neutral
 def copy_(input: Any, src: Any) -> Any:
-    if private_api.is_recording() or on_ascend():
+    if on_ascend():
         return input.copy_(src)
+    if private_api.is_recording():
+        return input.copy_(clone(src))  # of a view MindSpore takes the whole memory
     values = src if src.dtype == input.dtype else src.to(input.dtype)
     if tuple(values.shape) != tuple(input.shape):
         values = ops.broadcast_to(values, tuple(input.shape))
@@ -440,6 +459,38 @@ def layer_norm(
     weight = ops.ones(shape, input.dtype) if weight is None else weight
     bias = ops.zeros(shape, input.dtype) if bias is None else bias
     return ops.LayerNorm(first, first, eps)(input, weight, bias)[0]
+
+
+@_neutral
+def batch_norm(
+    input: Any,
+    weight: Any,
+    bias: Any,
+    running_mean: Any,
+    running_var: Any,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool = False,
+) -> Any:
+    """The normalised values only; in training the running statistics are moved."""
+    return ops.BatchNorm(training, eps, momentum)(input, weight, bias, running_mean, running_var)[0]
+
+
+@_neutral
+def conv2d(
+    input: Any,
+    weight: Any,
+    bias: Any = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+    pad_mode: str = "valid",
+) -> Any:
+    size = tuple(weight.shape[2:])
+    result = ops.Conv2D(weight.shape[0], size, 1, pad_mode, padding, stride, dilation, groups)(input, weight)
+    return result if bias is None else ops.bias_add(result, bias)
 
 
 @_neutral

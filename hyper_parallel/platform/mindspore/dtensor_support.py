@@ -228,12 +228,12 @@ def vector_norm(tensor: Any, p: float, dims: Sequence[int], keepdim: bool) -> An
     if p == -float("inf"):
         return mint.amin(magnitudes, dims, keepdim)
     if p == 0:
-        return mint.sum((magnitudes != 0).to(tensor.dtype), dims, keepdim)
+        return dtensor_ops.sum((magnitudes != 0).to(tensor.dtype), dims, keepdim)
     if p == 1:
-        return mint.sum(magnitudes, dims, keepdim)
+        return dtensor_ops.sum(magnitudes, dims, keepdim)
     if p == 2:
-        return mint.sqrt(mint.sum(tensor * tensor, dims, keepdim))
-    return mint.pow(mint.sum(mint.pow(magnitudes, p), dims, keepdim), 1.0 / p)
+        return mint.sqrt(dtensor_ops.sum(tensor * tensor, dims, keepdim))
+    return mint.pow(dtensor_ops.sum(mint.pow(magnitudes, p), dims, keepdim), 1.0 / p)
 
 
 def result_like(func: Callable[..., Any], results: Sequence[Any]) -> Any:

@@ -11,7 +11,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from mindspore import Tensor, mint
+import mindspore as ms
+from mindspore import Tensor, mint, ops
 
 from hyper_parallel.platform.mindspore import dtensor_ops
 from hyper_parallel.platform.mindspore.start import on_ascend
@@ -87,9 +88,29 @@ def _sum(plain: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
+def _scatter_add(self: Any, dim: int, index: Any, src: Any) -> Any:
+    """The elements of ``src`` added where ``index`` says; MindSpore's own has no kernel on a CPU."""
+    return ops.tensor_scatter_elements(self, index, src, dim, "add")
+
+
+def _index_add(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """``index_add`` in the other framework's order too, which is a new tensor and takes positions of any integer."""
+
+    @functools.wraps(plain)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 3 and isinstance(args[0], int) and not kwargs:
+            dim, index, source = args
+            return ops.index_add(dtensor_ops.clone(self), index.to(ms.int32), source, dim)
+        return plain(self, *args, **kwargs)
+
+    return method
+
+
 Tensor.narrow = _narrow(Tensor.narrow)
 Tensor.amax = _with_keywords(Tensor.amax, dtensor_ops.amax)
 Tensor.amin = _with_keywords(Tensor.amin, dtensor_ops.amin)
 if not on_ascend():
     Tensor.clone = dtensor_ops.clone
+    Tensor.scatter_add = _scatter_add
+    Tensor.index_add = _index_add(Tensor.index_add)
     Tensor.sum = _sum(Tensor.sum)

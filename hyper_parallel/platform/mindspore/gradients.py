@@ -23,7 +23,7 @@ __all__ = ["backward", "get_grad", "grad", "needs_grad", "requires_grad", "set_g
 
 def needs_grad(tensor: Tensor) -> bool:
     """Whether autograd records what is done with ``tensor`` now."""
-    return private_api.is_recording() and private_api.requires_grad(tensor)
+    return private_api.requires_grad(tensor) and private_api.is_recording()
 
 
 def requires_grad(tensor: Tensor) -> bool:

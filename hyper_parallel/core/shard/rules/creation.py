@@ -38,7 +38,7 @@ def _new(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     made = func(block, shape if layout is None else layout.local_shape(shape), *given, **kwargs)
     if layout is None:
         return DTensor.from_local(made.detach(), tensor.device_mesh, shape=made.shape).requires_grad_(
-            made.requires_grad
+            _platform.requires_grad(made)
         )
     return _platform.as_dtensor(DTensor, made, layout, shape)
 
@@ -50,7 +50,9 @@ def _new_tensor(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
             "new_tensor: the data is a distributed tensor already; write clone().detach(), or to(...) for another dtype"
         )
     made = func(_platform.local_alias(tensor), *rest, **kwargs)
-    return DTensor.from_local(made.detach(), tensor.device_mesh, shape=made.shape).requires_grad_(made.requires_grad)
+    return DTensor.from_local(made.detach(), tensor.device_mesh, shape=made.shape).requires_grad_(
+        _platform.requires_grad(made)
+    )
 
 
 SPECIAL_OPS.update(

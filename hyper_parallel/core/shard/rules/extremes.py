@@ -164,7 +164,7 @@ def _arg_extreme(call: LocalCall) -> Any:
         return index if given["keepdim"] else index.squeeze(dims[0])
     own = extreme_of_block(block, dims, op)
     if block.numel():
-        flat = (block.argmax if op == "max" else block.argmin)().reshape(own.shape)
+        flat = _platform.tensor_type_cast((block.argmax if op == "max" else block.argmin)(), "int64").reshape(own.shape)
         index = _global_flat_index(flat, tuple(block.shape), offsets, shape)
     else:
         index = _platform.full(tuple(own.shape), _NOWHERE, dtype=_platform.str_to_dtype("int64"), device=own.device)

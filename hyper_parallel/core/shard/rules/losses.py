@@ -170,7 +170,7 @@ def _share_of_mean(call: LocalCall, kept: Labels, shape: tuple[int, ...], names:
         return _plain(call)
     num_here, num_all = num_elements(call, kept, shape, range(len(shape)))
     if num_here == 0 < num_all:
-        is_word = "reduction" in call.kwargs and isinstance(call.kwargs["reduction"], str)
+        is_word = isinstance(arguments(call, *names).get("reduction"), str)
         return call_with(call, names, reduction="sum" if is_word else 2)
     result = _plain(call)
     return result if num_all == 0 else result * (num_here / num_all)

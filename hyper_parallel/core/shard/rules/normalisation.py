@@ -302,4 +302,5 @@ def _update_running(given: dict[str, Any], mean: Any, variance: Any, count: int)
     with _platform.no_grad():
         for running, new in ((given["running_mean"], mean), (given["running_var"], unbiased)):
             if running is not None:
-                running.mul_(1 - given["momentum"]).add_(new.to(running.dtype) * given["momentum"])
+                moved = running * (1 - given["momentum"]) + new.to(running.dtype) * given["momentum"]
+                _platform.fill_block(running, moved)

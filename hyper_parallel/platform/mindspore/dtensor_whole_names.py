@@ -1,0 +1,126 @@
+"""Which functions of MindSpore are one operator of the rule table each, and in which order the rules take arguments.
+
+A path begins with the place of a function: ``ops`` and ``mint`` are MindSpore's, ``F`` is ``mint.nn.functional``,
+``linalg`` and ``special`` are ``mint``'s.
+"""
+
+from __future__ import annotations
+
+# Each name is that of the rule, and of the functions of MindSpore in all the places above that have it.
+AGREEING = """
+    abs acos acosh addcdiv addcmul angle asin asinh atan atan2 atanh bitwise_and bitwise_left_shift bitwise_not
+    bitwise_or bitwise_right_shift bitwise_xor ceil celu clamp copysign cos cosh deg2rad digamma elu eq erf erfc erfinv
+    exp exp2 expm1 float_power floor floor_divide fmax fmin fmod frac gcd ge gelu gt hardshrink hardsigmoid hardswish
+    hardtanh heaviside hypot i0 isclose isfinite isinf isnan isneginf isposinf isreal lcm ldexp le leaky_relu lerp
+    lgamma log log10 log1p log2 logaddexp logaddexp2 logical_and logical_not logical_or logical_xor logit lt
+    masked_fill maximum minimum mish mul nan_to_num ne neg nextafter polygamma positive pow rad2deg real reciprocal
+    relu relu6 remainder round rsqrt selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink sqrt square
+    sub tan tanh threshold trunc where xlogy add div imag conj
+
+    adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d
+    adaptive_max_pool3d avg_pool1d avg_pool2d avg_pool3d max_pool2d max_pool3d max_unpool2d max_unpool3d
+    channel_shuffle pixel_shuffle pixel_unshuffle
+
+    cosine_embedding_loss hinge_embedding_loss huber_loss kl_div l1_loss margin_ranking_loss
+    mse_loss multi_margin_loss multilabel_margin_loss soft_margin_loss triplet_margin_loss
+
+    cholesky cholesky_inverse cholesky_solve det inverse logdet lu_solve lu_unpack matrix_exp matrix_power ormqr qr
+    slogdet svd triangular_solve
+
+    addbmm addmm addmv addr baddbmm cdist cross dot einsum inner kron mm mv outer vdot
+
+    group_norm layer_norm
+
+    bucketize cummax cummin cumprod diff histc kthvalue logcumsumexp msort searchsorted
+
+    aminmax cosine_similarity count_nonzero dist median nanmean nanmedian nanquantile nansum quantile
+    renorm trace
+
+    index_fill index_put scatter scatter_add take
+
+    adjoint atleast_1d atleast_2d atleast_3d cartesian_prod column_stack diag diag_embed diagflat diagonal_scatter
+    dsplit dstack fliplr flipud hsplit hstack meshgrid movedim pad ravel repeat_interleave rot90
+    select_scatter slice_scatter t tensor_split view_as_real vsplit vstack
+
+    full_like
+"""
+
+# Functions under other names.
+RENAMED = {
+    "acos": "ops.arccos mint.arccos",
+    "acosh": "ops.arccosh mint.arccosh",
+    "asin": "ops.arcsin mint.arcsin",
+    "asinh": "ops.arcsinh mint.arcsinh",
+    "atan": "ops.arctan mint.arctan",
+    "atan2": "ops.arctan2 mint.arctan2",
+    "atanh": "ops.arctanh mint.arctanh",
+    "bilinear": "ops.bidense",
+    "bitwise_not": "ops.invert",
+    "col2im": "F.fold",
+    "gather": "ops.gather_elements",
+    "i0": "ops.bessel_i0",
+    "im2col": "ops.unfold F.unfold",
+    "linalg_cond": "ops.cond",
+    "linalg_eig": "ops.eig",
+    "linalg_eigvals": "ops.eigvals",
+    "linalg_inv": "linalg.inv",
+    "linalg_matrix_norm": "ops.matrix_norm linalg.matrix_norm",
+    "linalg_norm": "ops.norm linalg.norm",
+    "linalg_pinv": "ops.pinv",
+    "linalg_qr": "linalg.qr",
+    "linalg_solve": "ops.matrix_solve",
+    "linalg_vander": "ops.vander",
+    "linalg_vector_norm": "ops.vector_norm linalg.vector_norm",
+    "log_sigmoid": "ops.logsigmoid F.logsigmoid",
+    "movedim": "ops.moveaxis",
+    "outer": "ops.ger",
+    "select": "mint.select",
+    "softshrink": "ops.soft_shrink",
+    "special_bessel_j0": "ops.bessel_j0",
+    "special_bessel_j1": "ops.bessel_j1",
+    "special_i0e": "ops.bessel_i0e",
+    "special_i1": "ops.bessel_i1",
+    "special_i1e": "ops.bessel_i1e",
+    "special_zeta": "ops.zeta",
+    "tensordot": "ops.tensor_dot",
+    "vstack": "ops.row_stack",
+    "where": "ops.select",
+}
+
+# Functions for which ``dtensor_ops.py`` has a neutral operator that also knows blocks without elements.
+NEUTRALS = {
+    "all": "ops.all mint.all",
+    "any": "ops.any mint.any",
+    "argsort": "ops.argsort",
+    "bmm": "ops.bmm mint.bmm",
+    "cumsum": "ops.cumsum",
+    "flip": "ops.flip mint.flip",
+    "linear": "ops.dense F.linear",
+    "log_softmax": "ops.log_softmax",
+    "matmul": "ops.matmul mint.matmul",
+    "mean": "ops.mean mint.mean",
+    "permute": "ops.permute mint.permute ops.transpose",
+    "prod": "ops.prod mint.prod",
+    "reshape": "ops.reshape mint.reshape",
+    "softmax": "ops.softmax mint.softmax",
+    "sort": "ops.sort",
+    "sum": "ops.sum mint.sum",
+    "tile": "ops.tile mint.tile",
+    "topk": "ops.topk",
+    "transpose": "ops.swapaxes mint.swapaxes mint.transpose",
+    "unbind": "ops.unbind",
+    "unsqueeze": "ops.unsqueeze mint.unsqueeze ops.expand_dims",
+}
+
+# The function's own parameters in the order of the rule; others follow as they come.
+REORDERED = {
+    ("conv1d", "ops.conv1d"): "input weight bias stride padding dilation groups",
+    ("conv2d", "ops.conv2d"): "input weight bias stride padding dilation groups",
+    ("conv3d", "ops.conv3d"): "input weight bias stride padding dilation groups",
+    ("smooth_l1_loss", "ops.smooth_l1_loss"): "input target reduction beta",
+    ("smooth_l1_loss", "F.smooth_l1_loss"): "input target reduction beta",
+    ("binary_cross_entropy", "F.binary_cross_entropy"): "input target weight reduction",
+    ("binary_cross_entropy_with_logits", "F.binary_cross_entropy_with_logits"): (
+        "input target weight pos_weight reduction"
+    ),
+}
