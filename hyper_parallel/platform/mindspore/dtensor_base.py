@@ -224,6 +224,18 @@ def set_rebuilder(rebuild: Callable[..., Any]) -> None:
     _rebuild = rebuild
 
 
+_is_distributed: dict[type, bool] = {}
+
+
+def is_distributed(value: Any) -> bool:
+    """Whether ``value`` is a DTensor; asked of each type once, since ``isinstance`` of MindSpore's tensors is slow."""
+    kind = type(value)
+    found = _is_distributed.get(kind)
+    if found is None:
+        found = _is_distributed[kind] = isinstance(value, DTensorBase)
+    return found
+
+
 def plain_kind(kind: type) -> type:
     """The class of tensors that are like one of ``kind`` without being a parameter, or in flight."""
     return next(base for base in kind.__mro__ if DTensorBase in base.__bases__)

@@ -9,7 +9,7 @@ import mindspore as ms
 from mindspore import Tensor, mint
 
 from hyper_parallel.platform.mindspore import private_api, tensors
-from hyper_parallel.platform.mindspore.dtensor_base import DTensorBase, as_dtensor
+from hyper_parallel.platform.mindspore.dtensor_base import DTensorBase, as_dtensor, is_distributed
 from hyper_parallel.platform.mindspore.dtensor_empty import silent, zeros_of
 
 _make = private_api.make_subclass
@@ -21,7 +21,7 @@ _REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
 
 def _block(value: Any) -> Any:
     """The value with every DTensor in it, also in lists, replaced by its block."""
-    if isinstance(value, DTensorBase):
+    if is_distributed(value):
         return value._settled()._local
     if type(value) is list or type(value) is tuple:
         return type(value)([_block(item) for item in value])
@@ -41,10 +41,10 @@ def result_wrapper(
         if kwargs:
             kwargs = {name: _block(value) for name, value in kwargs.items()}
         result = _of_nothing(func, blocks, kwargs) if gives_nothing else func(*blocks, **kwargs)
-        if isinstance(result, Tensor):
-            if isinstance(result, DTensorBase):
+        if type(result) is Tensor or isinstance(result, Tensor):
+            if is_distributed(result):
                 return result
-            if func.__name__[-1:] == "_" and args and isinstance(args[0], DTensorBase):
+            if func.__name__[-1:] == "_" and args and is_distributed(args[0]):
                 args[0].written()
                 return args[0]
             made = _make(kind, result)

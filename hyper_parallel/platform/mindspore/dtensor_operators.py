@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from mindspore import Tensor
 
-from hyper_parallel.platform.mindspore.dtensor_base import DTensorBase
+from hyper_parallel.platform.mindspore.dtensor_base import DTensorBase, is_distributed
 from hyper_parallel.platform.mindspore.dtensor_ops import NEUTRAL
 
 Dispatch = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -114,7 +114,7 @@ def _unary(name: str, op: Callable[..., Any], dispatch: Dispatch) -> Callable[..
 
 def _binary(name: str, op: Callable[..., Any], dispatch: Dispatch) -> Callable[..., Any]:
     def method(self: Any, other: Any) -> Any:
-        if not isinstance(other, _OPERANDS):
+        if not is_distributed(other) and not isinstance(other, _OPERANDS):
             if not isinstance(other, (np.ndarray, list, tuple)):
                 return NotImplemented
             other = Tensor(np.asarray(other))  # a plain tensor, which the dispatcher knows what to say about

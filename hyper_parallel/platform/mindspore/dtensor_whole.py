@@ -24,7 +24,7 @@ from typing import Any
 import mindspore as ms
 from mindspore import Tensor, mint, ops
 
-from hyper_parallel.platform.mindspore.dtensor_base import DTensorBase
+from hyper_parallel.platform.mindspore.dtensor_base import DTensorBase, is_distributed
 from hyper_parallel.platform.mindspore.dtensor_empty import zeros_of
 from hyper_parallel.platform.mindspore.dtensor_ops import NEUTRAL, clone
 from hyper_parallel.platform.mindspore.dtensor_whole_names import AGREEING, NEUTRALS, RENAMED, REORDERED
@@ -152,7 +152,9 @@ def _parameter_names(function: Callable[..., Any]) -> list[str]:
 def has_dtensor(values: Any) -> bool:
     """Whether a DTensor is among the values, or in lists among them."""
     for value in values:
-        if isinstance(value, DTensorBase) or (type(value) in (list, tuple) and has_dtensor(value)):
+        if is_distributed(value):
+            return True
+        if type(value) in (list, tuple) and has_dtensor(value):
             return True
     return False
 
@@ -170,9 +172,6 @@ def replace(plain: Callable[..., Any], meets: Callable[..., Any]) -> None:
 
     @functools.wraps(plain)
     def call(*args: Any, **kwargs: Any) -> Any:
-        for value in args:
-            if isinstance(value, DTensorBase):
-                return meets(*args, **kwargs)
         if has_dtensor(args) or (kwargs and has_dtensor(kwargs.values())):
             return meets(*args, **kwargs)
         return plain(*args, **kwargs)
