@@ -197,6 +197,11 @@ def validate(labels: list[str], mesh_shape: tuple[int, ...], most: int, goes_on:
     return found
 
 
+def row(rule: str, error: str) -> str:
+    """The line of the table for a rule without a kernel."""
+    return f"| `{rule}` | {error.replace('|', '/')} |"
+
+
 def report(found: Found) -> str:
     """The part of the page about the rules."""
     names, validated, refused = rule_names(), found.validated(), found.without_kernel()
@@ -213,7 +218,7 @@ def report(found: Found) -> str:
         "",
         "| rule | the plain call says |",
         "|---|---|",
-        *(f"| `{name}` | {error.replace('|', '/')} |" for name, error in refused.items()),
+        *(row(name, error) for name, error in refused.items()),
         "",
         f"MindSpore has no function that comes to these {len(rest)}: " + ", ".join(f"`{name}`" for name in rest) + ".",
         END,

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
+from hyper_parallel.core.shard.rule_table import rule_names
 from tests.shard.mindspore_samples import SAMPLES
-from tests.shard.mindspore_validator import BEGIN, DOCS, END, MOST_LAYOUTS, report, validate
+from tests.shard.mindspore_validator import BEGIN, DOCS, END, MOST_LAYOUTS, row, validate
+
+WRITE_IT = "write docs/mindspore.md anew: python -m tests.shard.mindspore_validator"
 
 
 @pytest.fixture(scope="module")
@@ -19,8 +24,13 @@ def test_every_sample_equals_one_device_under_every_layout(found):
 
 
 def test_the_page_says_which_rules_were_validated(found):
+    """Rules that were added since may be missing there."""
     said = DOCS.read_text().partition(BEGIN)[2].partition(END)[0]
-    assert BEGIN + said + END == report(found), "write it anew: python -m tests.shard.mindspore_validator"
+    num_validated, num_rules = map(int, re.search(r"Validated: (\d+) of (\d+) rules", said).groups())
+    assert num_validated <= len(found.validated()), WRITE_IT
+    assert num_rules <= len(rule_names()), WRITE_IT
+    for name, error in found.without_kernel().items():
+        assert row(name, error) in said, WRITE_IT
 
 
 SEVERAL_AXES = (
