@@ -3,7 +3,8 @@
 Note [What a plan says]
 Embedding of the vocabulary: cut by rows. In each block the layers that begin a pair are cut by outputs, those that end
 one by inputs; the head by the vocabulary, so that the loss never needs all logits in one place. All else is whole. A
-layer that begins several pairs at once, as one for query, key and value, becomes as many parameters, each cut.
+layer that begins several pairs at once, as one for query, key and value, is cut as one, and its result is gathered to
+be told apart; with ``split_fused`` it becomes as many parameters, each cut.
 Between the halves of a block activations are whole, or with sequence parallelism cut on the sequence.
 """
 
@@ -30,15 +31,21 @@ Plan = dict[str, list[ParallelStyle]]
 
 
 def for_model(
-    model: Any, *, sequence_parallel: bool = False, plain_outputs: bool = True, keep_whole: Iterable[str] = ()
+    model: Any,
+    *,
+    sequence_parallel: bool = False,
+    plain_outputs: bool = True,
+    split_fused: bool = False,
+    keep_whole: Iterable[str] = (),
 ) -> Plan:
     """The plan that cuts ``model``, made from its structure, for :func:`hyper_parallel.parallelize_module`.
 
     ``sequence_parallel`` cuts the activations between the halves of a block on the sequence: a reduce-scatter and an
     all-gather take the place of each all-reduce, and norms and dropout are shared out. With ``plain_outputs`` the model
-    returns plain whole tensors, as on one device; without, logits stay cut on the vocabulary. Modules that match a path
-    of ``keep_whole`` (with ``*`` and ``**``) are not cut. A model that cannot be read is a ``PlanError`` (a ValueError)
-    that names the module.
+    returns plain whole tensors, as on one device; without, logits stay cut on the vocabulary. With ``split_fused`` one
+    weight for query, key and value, or for gate and up, becomes parameters of their own, which saves gathers and gives
+    them other names. Modules that match a path of ``keep_whole`` (with ``*`` and ``**``) are not cut. A model that
+    cannot be read is a ``PlanError`` (a ValueError) that names the module.
 
     >>> from hyper_parallel import models
     >>> plan = for_model(models.Llama(models.LlamaConfig(num_blocks=2)))
@@ -54,7 +61,7 @@ def for_model(
     if not (roles.columns or roles.attentions):
         raise PlanError(_nothing_to_cut(model))
     between = Shard(_sequence_dim(model, roles)) if sequence_parallel else Replicate()
-    plan = _plan_of(model, roles, between)
+    plan = _plan_of(model, roles, between, split_fused)
     plan.setdefault("", []).insert(0, SingleDeviceCode(plain_outputs=plain_outputs))
     for block in roles.blocks:
         plan.setdefault(block, []).insert(0, SingleDeviceCode())
@@ -62,7 +69,7 @@ def for_model(
     return _with_stars({path: plan[path] for path in paths if path in plan}, paths)
 
 
-def _plan_of(model: Any, roles: Roles, between: Placement) -> Plan:
+def _plan_of(model: Any, roles: Roles, between: Placement, split_fused: bool) -> Plan:
     platform = get_platform()
     plan: Plan = {}
 
@@ -73,14 +80,14 @@ def _plan_of(model: Any, roles: Roles, between: Placement) -> Plan:
     give(roles.vocabularies, lambda: RowwiseParallel(output_layouts=between, use_local_output=False))
     give(roles.parts, GatherInputs)
     for path in roles.columns:
-        parts = roles.fused.get(path)
+        parts = roles.fused.get(path) if split_fused else None
         style = (
             FusedColwiseParallel(parts, use_local_output=False) if parts else ColwiseParallel(use_local_output=False)
         )
         plan.setdefault(path, []).append(style)
     give(roles.rows, lambda: RowwiseParallel(output_layouts=between, use_local_output=False))
     give(roles.attentions, lambda: GatherInputs(output=between))
-    give(roles.attentions, CutAttention)
+    give(roles.attentions, CutAttention if split_fused else lambda: CutParameters(_PACKED))
     outs = [f"{path}.out_proj" if path else "out_proj" for path in roles.attentions]
     give(outs, lambda: CutParameters({"weight": Shard(1)}))
     give(roles.mixtures, lambda: ComputedWhole(output=between))
@@ -101,6 +108,17 @@ def _plan_of(model: Any, roles: Roles, between: Placement) -> Plan:
         if whole:
             plan.setdefault(path, []).append(WholeParameters(None if len(whole) == len(own) else whole))
     return plan
+
+
+# Of nn.MultiheadAttention. The three parts of in_proj_weight lie behind each other: a cut of the whole is not a cut of
+# each, so what is computed with it moves between ranks before the heads are told apart.
+_PACKED = {
+    "in_proj_weight": Shard(0),
+    "in_proj_bias": Shard(0),
+    "q_proj_weight": Shard(0),
+    "k_proj_weight": Shard(0),
+    "v_proj_weight": Shard(0),
+}
 
 
 def _sequence_dim(model: Any, roles: Roles) -> int:
