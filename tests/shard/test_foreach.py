@@ -199,3 +199,24 @@ def test_norms_of_negative_order_with_an_empty_block() -> None:
     for order in (-2, -1.0, 1, 2, float("inf"), float("-inf")):
         for mine, want in zip(torch._foreach_norm(ours, order), torch._foreach_norm(values, order), strict=True):
             torch.testing.assert_close(mine.full_tensor(), want, msg=lambda text, o=order: f"order {o}: {text}")
+
+
+@run_on_ranks(2, 4)
+def test_one_factor_for_all_gets_the_gradient_of_every_rank() -> None:
+    mesh = hp.init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    whole = [torch.arange(1.0, 6.0, dtype=torch.float64), torch.arange(6.0, dtype=torch.float64).reshape(3, 2)]
+    sums = sum(value.square().sum() for value in whole)
+    for operator, expected in ((torch._foreach_mul, 6 * sums), (torch._foreach_div, -2 * sums / 27)):
+        for in_place, distributed in itertools.product((False, True), repeat=2):
+            factor = torch.tensor(3.0, dtype=torch.float64, requires_grad=True)
+            if distributed:
+                factor = hp.distribute_tensor(factor, mesh, [hp.Replicate()])
+            values = [hp.distribute_tensor(value, mesh, [hp.Shard(0)]) for value in whole]
+            if in_place:
+                results = [value.clone() for value in values]
+                getattr(torch, f"{operator.__name__}_")(results, factor)
+            else:
+                results = operator(values, factor)
+            sum(result.square().sum() for result in results).backward()
+            gradient = factor.grad.full_tensor() if distributed else factor.grad
+            torch.testing.assert_close(gradient, expected)

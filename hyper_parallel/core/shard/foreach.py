@@ -58,6 +58,8 @@ def run_on_lists(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     columns = [value for value in args if _is_tensor_list(value)]
     if kwargs:
         columns += [value for value in kwargs.values() if _is_tensor_list(value)]
+    if any(_platform.is_tensor(value) and _platform.needs_grad(value) for value in (*args, *kwargs.values())):
+        return _one_by_one(_method(base, name), args, kwargs)  # one factor for all: its gradient adds up over the ranks
     written = columns[0]
     together = None
     labels = _common_labels(columns)
