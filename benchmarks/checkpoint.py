@@ -265,10 +265,9 @@ def report(seconds: dict[Any, list[float]], growth: dict[Any, int], labels: list
             cells = (f"{mine:.3f}", f"{other:.3f}", f"{raw:.3f}", f"{mine / other:.3f}")
             table.add_row(label, what, *cells, "" if target is None else f"{target}", yes(mine / other, target))
             if label == LARGE:
-                used = [growth[label, what, library] for library in ("ours", "torch")]
+                used = [round(growth[label, what, library] / 2**20) for library in ("ours", "torch")]
                 is_asked = what != STALL
-                texts = [f"{size / 2**20:.0f} MiB" for size in used]
-                memory.add_row(label, what, *texts, yes(used[0], used[1]) if is_asked else "")
+                memory.add_row(label, what, *(f"{size} MiB" for size in used), yes(*used) if is_asked else "")
     console.print(table)
     if LARGE in labels:
         console.print(memory)

@@ -43,7 +43,10 @@ _IMPORTS = {
     "torch": re.compile(
         r"^\s*(import|from) (torch|hyper_parallel\.platform\.torch|tests\.shard\.op_coverage)\b", re.MULTILINE
     ),
-    "mindspore": re.compile(r"^\s*(import|from) (mindspore|hyper_parallel\.platform\.mindspore)\b", re.MULTILINE),
+    "mindspore": re.compile(
+        r"^\s*(import|from) (mindspore|hyper_parallel\.platform\.mindspore|tests\.shard\.mindspore_samples)\b",
+        re.MULTILINE,
+    ),
 }
 
 

@@ -286,4 +286,5 @@ def _accept(listener: socket.socket, setup: dict[str, Any], parent: int) -> dict
 
 
 if __name__ == "__main__":
+    os.nice(10)  # The training comes first: also the other ranks that still copy what their writers are to write.
     serve(json.loads(sys.argv[1]))
