@@ -123,9 +123,11 @@ def test_no_gathering_and_the_layouts_one_expects() -> None:
         assert torch.nn.functional.linear(hidden, row).placements == (hp.Partial(),)
         assert torch.einsum("bi,oi->bo", hidden, row).placements == (hp.Partial(),)
         assert torch.addmm(bias, x, column.transpose(0, 1)).placements == (hp.Shard(1),)
-        batched = hp.distribute_tensor(WELL_POSED, mesh, [hp.Shard(0)])
-        assert torch.linalg.inv(batched).placements == (hp.Shard(0),)
     assert not recorder.records
+    batched = hp.distribute_tensor(WELL_POSED, mesh, [hp.Shard(0)])
+    with strict(implicit_redistribution=True), CommRecorder() as recorder:
+        assert torch.linalg.inv(batched).placements == (hp.Shard(0),)
+    assert recorder.total_bytes == 8  # whether all could be inverted
 
 
 @run_on_ranks(2)
