@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import fsspec
 import pytest
 import torch
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
+from moto.server import ThreadedMotoServer
 from typer.testing import CliRunner
 
 from hyper_parallel import Replicate, Shard, checkpoint, distribute_tensor, init_device_mesh
@@ -167,14 +166,10 @@ def test_a_rank_reads_what_it_needs_and_replicas_once(tmp_path):
 
 # ---------------------------------------------------------------- an object store of this machine
 
-_MISSING = [name for name in ("s3fs", "moto", "flask", "flask_cors") if importlib.util.find_spec(name) is None]
-
 
 @pytest.fixture(scope="module")
 def bucket():
     """Options for an S3 server on this machine, with an empty bucket."""
-    from moto.server import ThreadedMotoServer
-
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
@@ -185,12 +180,10 @@ def bucket():
     server.stop()
 
 
-@pytest.mark.skipif(bool(_MISSING), reason=f"needs {', '.join(_MISSING)}: pip install s3fs 'moto[s3]' flask flask-cors")
 def test_in_an_object_store(bucket):
     go_through_a_store("s3://bucket/run", **bucket)
 
 
-@pytest.mark.skipif(bool(_MISSING), reason=f"needs {', '.join(_MISSING)}: pip install s3fs 'moto[s3]' flask flask-cors")
 def test_in_the_background_to_an_object_store(bucket):
     state = {"w": torch.arange(6.0), "none": None, "step": 0}
     writer = checkpoint.FsspecWriter(**bucket)
