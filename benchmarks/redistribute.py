@@ -2,7 +2,7 @@
 
 Every pair of layouts of a matrix on a mesh of (4) and one of (2, 2) ranks, for 1 KiB and 16 MiB. The two libraries are
 interleaved; times are minima, bytes are what a rank puts on the wire, by the same formula for both. A pair that looks
-slower than torch is measured on, up to ten times as long: what is noise goes away. Pairs that torch refuses (towards a
+slower than torch is measured on, up to forty times as long: what is noise goes away. Pairs that torch refuses (towards a
 pending sum) are left out.
 
     python -m benchmarks.redistribute [--quick]
@@ -83,7 +83,7 @@ def measure(first: Callable[[], Any], second: Callable[[], Any], rounds: int) ->
     for function in (first, second):
         function()
     times = torch.zeros(2, dtype=torch.float64)
-    for done in range(10 * rounds):
+    for done in range(40 * rounds):
         if done >= rounds and best[0] <= best[1]:
             break
         for index, function in enumerate((first, second)):
