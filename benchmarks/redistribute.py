@@ -2,8 +2,8 @@
 
 Every pair of layouts of a matrix on a mesh of (4) and one of (2, 2) ranks, for 1 KiB and 16 MiB. The two libraries are
 interleaved; times are minima, bytes are what a rank puts on the wire, by the same formula for both. A pair that looks
-slower than torch is measured on, up to forty times as long: what is noise goes away. Pairs that torch refuses (towards a
-pending sum) are left out.
+slower than torch is measured on, up to forty times as long: what is noise goes away. Pairs that torch refuses (towards
+a pending sum) are left out.
 
     python -m benchmarks.redistribute [--quick]
 """

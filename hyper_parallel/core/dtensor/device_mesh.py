@@ -13,24 +13,23 @@ from types import TracebackType
 from typing import Any, SupportsIndex
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hyper_parallel.core.dtensor.mesh_context import enter_mesh, leave_mesh
+from hyper_parallel.core.dtensor.mesh_description import (
+    Ranks,
+    check_device_type,
+    describe,
+    fitting_shapes,
+    names_text,
+    parse_names,
+    parse_ranks,
+    parse_shape,
+)
+from hyper_parallel.core.dtensor.mesh_families import block_positions, join_families, same_family
 from hyper_parallel.platform import EXISTING_COMM_GROUPS, get_platform
 
 Axis = SupportsIndex | str
 Axes = Axis | Sequence[Axis]
-_Ranks = NDArray[np.int64]
-
-_RESERVED_NAME = "None"  # in alias placements "None" says that a dim is not cut
-_MAX_RANKS_SHOWN = 64
-
-# Note [Families of blocks]
-# A sub-mesh is cut around one rank: mesh["tp"] of (dp=2, tp=2) is [0, 1] on ranks 0 and 1, and [2, 3] on ranks 2 and 3.
-# Joining axes again (concatenate, or mesh["dp_cp", "tp"] after a flatten) needs the lines of the other ranks as well.
-# So every mesh knows its root and its family: all the equal blocks into which the root falls when it is cut that way,
-# an array (num_blocks, *shape) of ranks. The mesh itself is one of these blocks. Flattening and splitting an axis are
-# reshapes of the family, picking an axis moves the others to the front, and joining two families is _join_families.
 
 
 class DeviceMesh:
@@ -49,12 +48,12 @@ class DeviceMesh:
     """
 
     _device_type: str
-    _mesh: _Ranks
+    _mesh: Ranks
     _names: tuple[str, ...] | None
     _rank: int | None  # the rank that sees this mesh when it is not the one of the process
     _parent_root: DeviceMesh | None  # None: this is a root
-    _blocks: _Ranks  # see Note [Families of blocks]
-    _flattened: dict[str, _Ranks]  # of a root: the families of the flattened axes, by name
+    _blocks: Ranks  # see mesh_families.py
+    _flattened: dict[str, Ranks]  # of a root: the families of the flattened axes, by name
     _shape: tuple[int, ...]
     _rank_list: tuple[int, ...]
     _hash: int
@@ -72,20 +71,20 @@ class DeviceMesh:
         init_backend: bool = True,
         rank: int | None = None,
     ) -> None:
-        _check_device_type(device_type)
-        ranks = _parse_ranks(device_type, mesh)
-        names = _parse_names(device_type, ranks, mesh_dim_names)
+        check_device_type(device_type)
+        ranks = parse_ranks(device_type, mesh)
+        names = parse_names(device_type, ranks, mesh_dim_names)
         if init_backend:
             if rank is not None:
                 raise ValueError(
-                    f"{_describe(device_type, ranks, names)}: rank={rank} describes the mesh as that rank sees it, "
+                    f"{describe(device_type, ranks, names)}: rank={rank} describes the mesh as that rank sees it, "
                     f"which takes init_backend=False"
                 )
             _join_world()
             world_size = get_platform().get_world_size()
             if ranks.max() >= world_size:
                 raise ValueError(
-                    f"{_describe(device_type, ranks, names)} has ranks {sorted(ranks[ranks >= world_size].tolist())}, "
+                    f"{describe(device_type, ranks, names)} has ranks {sorted(ranks[ranks >= world_size].tolist())}, "
                     f"but the ranks of this world are 0 to {world_size - 1}"
                 )
         self._fill(device_type, ranks, names, None if rank is None else operator.index(rank), None, ranks[None])
@@ -93,11 +92,11 @@ class DeviceMesh:
     def _fill(
         self,
         device_type: str,
-        ranks: _Ranks,
+        ranks: Ranks,
         names: tuple[str, ...] | None,
         rank: int | None,
         root: DeviceMesh | None,
-        blocks: _Ranks,
+        blocks: Ranks,
     ) -> None:
         ranks = ranks.view()
         ranks.flags.writeable = False
@@ -131,7 +130,7 @@ class DeviceMesh:
         return self._names
 
     @property
-    def mesh(self) -> _Ranks:
+    def mesh(self) -> Ranks:
         """The ranks as a read-only array."""
         return self._mesh
 
@@ -381,24 +380,24 @@ class DeviceMesh:
                 raise ValueError(f"{asked} names an axis of {self} twice")
             blocks = self._axis_family(asked[0])
             for name in asked[1:]:
-                joined = _join_families(blocks, self._axis_family(name))
+                joined = join_families(blocks, self._axis_family(name))
                 if joined is None:
                     raise ValueError(f"axis {name!r} is not independent of {asked[: asked.index(name)]} in {self}")
                 blocks = joined
             found = self._submeshes[key] = self._derive(blocks, asked)
         return found
 
-    def _axis_family(self, name: str) -> _Ranks:
+    def _axis_family(self, name: str) -> Ranks:
         flattened = self.root._flattened
         if name in flattened and name not in (self._names or ()):
             blocks = flattened[name]
-            owner = _positions(self._blocks)[0]
+            owner = block_positions(self._blocks)[0]
             if (owner[blocks] == owner[blocks[:, :1]]).all():
                 return blocks
         index = self.axis_index(name)
         return np.moveaxis(self._blocks, index + 1, -1).reshape(-1, self._shape[index])
 
-    def _derive(self, blocks: _Ranks, names: tuple[str, ...] | None) -> DeviceMesh:
+    def _derive(self, blocks: Ranks, names: tuple[str, ...] | None) -> DeviceMesh:
         """The mesh of this family that lies around this rank, or around the first one of this mesh."""
         rank = self.get_rank()
         anchor = rank if self._coordinate_or_none(rank) is not None else self._rank_list[0]
@@ -424,9 +423,9 @@ class DeviceMesh:
         if name is None:
             return self._derive(blocks, None)
         root = self.root
-        _parse_names(self._device_type, self._mesh.ravel(), (name,))
+        parse_names(self._device_type, self._mesh.ravel(), (name,))
         known = root._axis_family(name) if name in (root._names or ()) else root._flattened.setdefault(name, blocks)
-        if not _same_family(known, blocks):
+        if not same_family(known, blocks):
             raise ValueError(
                 f"{self} cannot be flattened as {name!r}: {root} has another axis of that name; give another"
             )
@@ -440,7 +439,7 @@ class DeviceMesh:
         DeviceMesh('cpu', (replicate=2, shard=2, tp=2), ranks=[[[0, 1], [2, 3]], [[4, 5], [6, 7]]])
         """
         index = self.axis_index(axis)
-        new_sizes = _parse_shape(sizes, f"unflatten of {self}")
+        new_sizes = parse_shape(sizes, f"unflatten of {self}")
         if math.prod(new_sizes) != self._shape[index]:
             raise ValueError(
                 f"axis {axis!r} of {self} has {self._shape[index]} ranks and cannot be split into {new_sizes}"
@@ -454,7 +453,7 @@ class DeviceMesh:
         new_names = None
         if self._names is not None and names is not None:
             new_names = self._names[:index] + tuple(names) + self._names[index + 1 :]
-        new_names = _parse_names(self._device_type, self._mesh.reshape(shape), new_names)
+        new_names = parse_names(self._device_type, self._mesh.reshape(shape), new_names)
         return self._derive(self._blocks.reshape(-1, *shape), new_names)
 
     @staticmethod
@@ -476,7 +475,7 @@ class DeviceMesh:
                     f"concatenate joins sub-meshes of one root; {first} was cut out of {first.root}, "
                     f"but {mesh} out of {mesh.root}"
                 )
-            joined = _join_families(blocks, mesh._blocks)
+            joined = join_families(blocks, mesh._blocks)
             if joined is None:
                 raise ValueError(f"the axes of {mesh} are not independent of those before it in concatenate({meshes})")
             if names is None or mesh._names is None:
@@ -484,7 +483,7 @@ class DeviceMesh:
             names, blocks = names + mesh._names, joined
         if len(meshes) == 1:
             return first
-        result = first._derive(blocks, _parse_names(first._device_type, blocks[0], names))
+        result = first._derive(blocks, parse_names(first._device_type, blocks[0], names))
         for mesh in meshes:
             if not set(mesh._rank_list) <= set(result._rank_list):
                 raise ValueError(
@@ -544,7 +543,7 @@ class DeviceMesh:
         return rebuild_device_mesh, description
 
     def __repr__(self) -> str:
-        text = _describe(self._device_type, self._mesh, self._names)
+        text = describe(self._device_type, self._mesh, self._names)
         return text if self._rank is None else f"{text[:-1]}, rank={self._rank})"
 
 
@@ -566,26 +565,26 @@ def init_device_mesh(
     >>> init_device_mesh("cpu", (2,), rank_list=(3, 1), init_backend=False)
     DeviceMesh('cpu', (2,), ranks=[3, 1])
     """
-    _check_device_type(device_type)
-    shape = _parse_shape(mesh_shape, "init_device_mesh")
+    check_device_type(device_type)
+    shape = parse_shape(mesh_shape, "init_device_mesh")
     num_ranks = math.prod(shape)
     if rank_list is None:
         if init_backend:
             _join_world()
             world_size = get_platform().get_world_size()
             if num_ranks != world_size:
-                fitting = ", ".join(map(str, _fitting_shapes(shape, world_size)))
+                fitting = ", ".join(map(str, fitting_shapes(shape, world_size)))
                 raise ValueError(
-                    f"init_device_mesh: a mesh of shape {shape}{_names_text(mesh_dim_names)} has {num_ranks} ranks, "
+                    f"init_device_mesh: a mesh of shape {shape}{names_text(mesh_dim_names)} has {num_ranks} ranks, "
                     f"but the world has {world_size}; shapes that fit: {fitting}; "
                     f"or give rank_list= for a mesh over a part of the world"
                 )
         ranks = np.arange(num_ranks)
     else:
-        ranks = _parse_ranks(device_type, rank_list)
+        ranks = parse_ranks(device_type, rank_list)
         if ranks.ndim != 1 or ranks.size != num_ranks:
             raise ValueError(
-                f"init_device_mesh: a mesh of shape {shape}{_names_text(mesh_dim_names)} takes {num_ranks} ranks, "
+                f"init_device_mesh: a mesh of shape {shape}{names_text(mesh_dim_names)} takes {num_ranks} ranks, "
                 f"but rank_list has {ranks.size}: {ranks.tolist()}"
             )
     return DeviceMesh(device_type, ranks.reshape(shape), mesh_dim_names, init_backend=init_backend, rank=rank)
@@ -625,138 +624,3 @@ def _has_world() -> bool:
 def _join_world() -> None:
     if not _has_world():
         get_platform().init_process_group()
-
-
-# -------------------------------------------------------------------- families of blocks
-
-
-def _positions(blocks: _Ranks) -> tuple[_Ranks, _Ranks]:
-    """By rank: the block of the family it is in, and its position there."""
-    flat = blocks.reshape(len(blocks), -1)
-    block, position = np.full((2, int(flat.max()) + 1), -1, dtype=np.int64)
-    block[flat] = np.arange(len(flat))[:, None]
-    position[flat] = np.arange(flat.shape[1])[None, :]
-    return block, position
-
-
-def _join_families(first: _Ranks, second: _Ranks) -> _Ranks | None:
-    """The family with the axes of both, or None if they are not independent.
-
-    A joined block starts from a block of ``first`` whose ranks are all at the start of their blocks of ``second``, and
-    has these as its rows. They are independent when every column is again a block of ``first``, in its order, and the
-    joined blocks hold every rank of the root once.
-    """
-    rows, columns = first.reshape(len(first), -1), second.reshape(len(second), -1)
-    first_block, first_position = _positions(first)
-    second_block, second_position = _positions(second)
-    starts = rows[(second_position[rows] == 0).all(axis=1)]
-    grid = columns[second_block[starts]]
-    if grid.size != rows.size or np.unique(grid).size != grid.size:
-        return None
-    in_order = first_position[grid] == np.arange(rows.shape[1])[None, :, None]
-    in_one_block = first_block[grid] == first_block[grid[:, :1]]
-    if not (in_order.all() and in_one_block.all()):
-        return None
-    return grid.reshape(-1, *first.shape[1:], *second.shape[1:])
-
-
-def _same_family(first: _Ranks, second: _Ranks) -> bool:
-    return first.shape == second.shape and {tuple(line) for line in first.tolist()} == {
-        tuple(line) for line in second.tolist()
-    }
-
-
-# -------------------------------------------------------------------- reading and showing what the user wrote
-
-
-def _check_device_type(device_type: Any) -> None:
-    if not isinstance(device_type, str):
-        raise TypeError(f"the device type of a mesh is a string like 'cpu' or 'cuda', not {device_type!r}")
-    if not device_type or ":" in device_type:
-        raise ValueError(f"the device type of a mesh is like 'cpu' or 'cuda', without an index, not {device_type!r}")
-
-
-def _parse_shape(shape: Any, where: str) -> tuple[int, ...]:
-    try:
-        sizes = tuple(operator.index(size) for size in shape)
-    except TypeError:
-        raise TypeError(f"{where}: the sizes of axes are a sequence of ints like (2, 4), not {shape!r}") from None
-    if not sizes or min(sizes) < 1:
-        raise ValueError(f"{where}: at least one axis, and at least one rank on each, not {sizes}")
-    return sizes
-
-
-def _parse_ranks(device_type: str, mesh: Any) -> _Ranks:
-    nested = mesh.tolist() if hasattr(mesh, "tolist") else mesh
-    try:
-        ranks = np.array(nested)
-    except ValueError:
-        raise ValueError(f"the rows of a mesh must have equal lengths: {nested}") from None
-    if ranks.ndim == 0 or ranks.size == 0:
-        raise ValueError(f"a mesh needs at least one axis and one rank, not {nested}")
-    if ranks.dtype.kind not in "iu":
-        raise TypeError(f"a mesh is made of ranks, which are ints, not {nested}")
-    ranks = ranks.astype(np.int64)
-    if ranks.min() < 0:
-        raise ValueError(
-            f"{_describe(device_type, ranks, None)} has negative ranks {sorted(ranks[ranks < 0].tolist())}"
-        )
-    values, counts = np.unique(ranks, return_counts=True)
-    if counts.max() > 1:
-        raise ValueError(f"{_describe(device_type, ranks, None)} repeats ranks {values[counts > 1].tolist()}")
-    return ranks
-
-
-def _parse_names(device_type: str, ranks: _Ranks, names: Sequence[str] | None) -> tuple[str, ...] | None:
-    if names is None:
-        return None
-    mesh = _describe(device_type, ranks, None)
-    listed = isinstance(names, Iterable) and not isinstance(names, str)
-    if not listed or not all(isinstance(name, str) for name in names):
-        raise TypeError(f'the axis names of {mesh} are strings like ("dp", "tp"), not {names!r}')
-    names = tuple(names)
-    if len(names) != ranks.ndim:
-        raise ValueError(f"{mesh} has {ranks.ndim} axes, but {len(names)} names: {names}")
-    if len(set(names)) < len(names):
-        raise ValueError(f"the axis names {names} of {mesh} repeat")
-    if _RESERVED_NAME in names or "" in names:
-        raise ValueError(f'the axis names {names} of {mesh}: "None" (a dim that is not cut) and "" cannot name an axis')
-    return names
-
-
-def _names_text(names: Any) -> str:
-    return "" if names is None else f" and names {names}"
-
-
-def _describe(device_type: str, ranks: _Ranks, names: tuple[str, ...] | None) -> str:
-    if names is None:
-        shape = str(tuple(ranks.shape))
-    else:
-        shape = f"({', '.join(f'{name}={size}' for name, size in zip(names, ranks.shape, strict=True))})"
-    flat = ranks.ravel()
-    if flat.size <= _MAX_RANKS_SHOWN:
-        shown = str(ranks.tolist())
-    elif (flat == np.arange(flat[0], flat[0] + flat.size)).all():
-        shown = f"{flat[0]}..{flat[-1]}"
-    else:
-        shown = f"[{', '.join(map(str, flat[:8]))}, ... {flat[-1]}]"
-    return f"DeviceMesh({device_type!r}, {shape}, ranks={shown})"
-
-
-def _fitting_shapes(shape: tuple[int, ...], world_size: int, num_shown: int = 3) -> list[tuple[int, ...]]:
-    """Shapes with as many axes that hold exactly the world, the nearest to ``shape`` first."""
-
-    def factorisations(number: int, num_factors: int) -> Iterable[tuple[int, ...]]:
-        if num_factors == 1:
-            yield (number,)
-            return
-        for first in range(1, number + 1):
-            if number % first == 0:
-                for rest in factorisations(number // first, num_factors - 1):
-                    yield (first, *rest)
-
-    def distance(other: tuple[int, ...]) -> tuple[int, float]:
-        ratios = [abs(math.log(mine / theirs)) for mine, theirs in zip(shape, other, strict=True)]
-        return sum(ratio > 0 for ratio in ratios), sum(ratios)
-
-    return sorted(factorisations(world_size, len(shape)), key=distance)[:num_shown]
