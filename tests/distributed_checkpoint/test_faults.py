@@ -292,6 +292,24 @@ def test_a_rank_that_fails_fails_all(tmp_path):
     assert load_cut(path) == 1
 
 
+def test_two_saves_to_one_place_at_a_time_leave_one_of_them_whole(tmp_path):
+    path = tmp_path / "step-1"
+
+    class Overtaken(checkpoint.FileSystemWriter):
+        def write_file(self, name, buffers):
+            super().write_file(name, buffers)
+            if name.endswith(".safetensors"):
+                checkpoint.save({"w": torch.full((3,), 2.0)}, checkpoint_id=path)
+                assert checkpoint.verify(path) == []
+
+    checkpoint.save({"w": torch.full((3,), 1.0)}, checkpoint_id=path, storage_writer=Overtaken())
+    assert checkpoint.verify(path) == []
+    target = {"w": torch.zeros(3)}
+    checkpoint.load(target, checkpoint_id=path)
+    assert target["w"].tolist() == [1.0] * 3
+    assert stray_files(tmp_path) == []
+
+
 def mount_small_disk(directory):
     """Put a tmpfs of half a mebibyte there, seen by this process only, if the machine lets us."""
     libc = ctypes.CDLL(None, use_errno=True)

@@ -78,13 +78,13 @@ def remove_leftovers(checkpoint: Path) -> list[Path]:
 
     Only files with names that a save gives are touched, and none of a save that is still running.
     """
-    removed = _remove_from(checkpoint)
+    removed = remove_unnamed(checkpoint)
     for sister in checkpoint.parent.iterdir():
         with contextlib.suppress(OSError):  # It may be another user's, gone, or not empty: what is left is not ours.
             if is_agreement(sister.name):
                 removed += _remove_agreement(sister)
             elif sister.name != checkpoint.name and sister.is_dir():
-                found = _remove_from(sister)
+                found = remove_unnamed(sister)
                 removed += found
                 if found:
                     sister.rmdir()
@@ -101,7 +101,8 @@ def _remove_agreement(directory: Path) -> list[Path]:
     return found
 
 
-def _remove_from(directory: Path) -> list[Path]:
+def remove_unnamed(directory: Path) -> list[Path]:
+    """Remove the files of saves that have ended and that the metadata does not name; those of a living save stay."""
     try:
         names = os.listdir(directory)
     except OSError:

@@ -17,10 +17,10 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from hyper_parallel.core.distributed_checkpoint.cleanup import remove_leftovers
+from hyper_parallel.core.distributed_checkpoint.cleanup import remove_leftovers, remove_unnamed
 from hyper_parallel.core.distributed_checkpoint.errors import CorruptCheckpointError
 from hyper_parallel.core.distributed_checkpoint.file_locks import hold_lock
-from hyper_parallel.core.distributed_checkpoint.file_names import aside_file_name, is_data_file, lock_file_name
+from hyper_parallel.core.distributed_checkpoint.file_names import aside_file_name, lock_file_name
 from hyper_parallel.core.distributed_checkpoint.storage import (
     DEFAULT_SHARD_BYTES,
     METADATA_FILE,
@@ -90,7 +90,7 @@ class FileSystemWriter(StorageWriter):
         if self._sync:
             _fsync(self._root)
             _fsync(self._root.parent)
-        self.discard([name for name in os.listdir(self._root) if is_data_file(name) and name not in set(files)])
+        remove_unnamed(self._root)
 
     def discard(self, names: Iterable[str]) -> None:
         try:
