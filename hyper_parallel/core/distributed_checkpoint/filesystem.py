@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 from hyper_parallel.core.distributed_checkpoint.cleanup import remove_leftovers, remove_unnamed
@@ -30,8 +30,11 @@ from hyper_parallel.core.distributed_checkpoint.storage import (
     StorageWriter,
     local_path,
 )
+from hyper_parallel.core.distributed_checkpoint.write_back import begin_write_back
 
 _MAX_BUFFERS = 1024  # of one writev
+_MIN_WRITE = 1 << 20  # bytes of one writev, where there are as many
+_MIN_SYNC = 8 << 20  # bytes that the disk is given at a time
 _MAX_MAPPED = 16 << 20  # bytes of files that a reader keeps in its memory
 
 
@@ -62,12 +65,12 @@ class FileSystemWriter(StorageWriter):
         self._lock = (path, hold_lock(path))
         self._save_name = save_name
 
-    def write_file(self, name: str, buffers: Sequence[Buffer]) -> None:
+    def write_file(self, name: str, buffers: Iterable[Buffer]) -> None:
         path = self._root / name
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
             try:
-                _write_all(descriptor, buffers)
+                _write_all(descriptor, buffers, self._sync)
                 if self._sync:
                     os.fsync(descriptor)
             finally:
@@ -182,18 +185,32 @@ class FileSystemReader(StorageReader):
         self._maps.clear()
 
 
-def _write_all(descriptor: int, buffers: Sequence[Buffer]) -> None:
-    views = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
-    at = 0
-    while at < len(views):
-        batch = views[at : at + _MAX_BUFFERS]
-        written = os.writev(descriptor, batch)
-        for view in batch:
-            if written < len(view):
-                views[at] = view[written:]
-                break
-            written -= len(view)
-            at += 1
+def _write_all(descriptor: int, buffers: Iterable[Buffer], begin_sync: bool) -> None:
+    """Write the buffers; with ``begin_sync`` the disk works while they are written, so that fsync has less to do."""
+    batch: list[memoryview] = []
+    in_batch = written = begun = 0
+    for buffer in buffers:
+        if not len(buffer):
+            continue
+        batch.append(memoryview(buffer).cast("B"))
+        in_batch += len(buffer)
+        if in_batch >= _MIN_WRITE or len(batch) == _MAX_BUFFERS:
+            _write_batch(descriptor, batch)
+            batch, in_batch, written = [], 0, written + in_batch
+            if begin_sync and written - begun >= _MIN_SYNC:
+                begin_write_back(descriptor, begun, written - begun)
+                begun = written
+    if batch:
+        _write_batch(descriptor, batch)
+
+
+def _write_batch(descriptor: int, views: list[memoryview]) -> None:
+    while views:
+        written = os.writev(descriptor, views)
+        while views and written >= len(views[0]):
+            written -= len(views.pop(0))
+        if written:
+            views[0] = views[0][written:]
 
 
 def _fsync(directory: Path) -> None:

@@ -43,7 +43,7 @@ class FsspecWriter(StorageWriter):
     def begin(self, save_name: str) -> None:
         self._save_name = save_name
 
-    def write_file(self, name: str, buffers: Sequence[Buffer]) -> None:
+    def write_file(self, name: str, buffers: Iterable[Buffer]) -> None:
         path = f"{self._root}/{name}"
         try:
             with self._fs.open(path, "wb") as file:

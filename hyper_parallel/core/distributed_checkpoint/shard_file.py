@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -40,7 +39,7 @@ _SAFETENSORS_NAMES = {
 }
 DTYPE_OF_SAFETENSORS_NAME = {name: dtype for dtype, name in _SAFETENSORS_NAMES.items()}
 
-_WORTH_A_THREAD = 16 << 20  # bytes of a file
+_BLOCK = 1 << 20  # bytes that are checked, and then written while they are in the processor's cache
 
 
 @dataclass
@@ -105,24 +104,40 @@ def write_shards(
         name = data_file_name(save_name, rank, number)
         if names is not None:
             names.append(name)
-        data = [item.data for item in group]
-        num_bytes = sum(map(len, data))
-        if num_bytes < _WORTH_A_THREAD:
-            checksums = list(map(crc32c, data))
-            writer.write_file(name, [header, *data])
-        else:  # Writing waits for the disk, and checksums let other threads run.
-            with ThreadPoolExecutor(1) as pool:
-                pending = pool.submit(lambda data=data: list(map(crc32c, data)))  # type: ignore[misc]
-                writer.write_file(name, [header, *data])
-                checksums = pending.result()
+        content = CheckedContent(header, [item.data for item in group])
+        writer.write_file(name, content)
         written += [
             WrittenItem(number, start, len(item.data), crc, item.encoding)
-            for item, start, crc in zip(group, starts, checksums, strict=True)
+            for item, start, crc in zip(group, starts, content.checksums(), strict=True)
         ]
-        files.append(WrittenFile(name, len(header), num_bytes, crc32c(header)))
+        files.append(WrittenFile(name, len(header), sum(len(item.data) for item in group), crc32c(header)))
     if files:
         writer.flush()
     return RankReport(files, written)
+
+
+class CheckedContent:
+    """The content of a file, to be looped over in blocks; checksums are taken of what goes by."""
+
+    def __init__(self, header: bytes, data: Sequence[Buffer]) -> None:
+        self._header, self._data = header, data
+        self._checksums: list[int] = []
+
+    def __iter__(self) -> Iterator[Buffer]:
+        yield self._header
+        for number, buffer in enumerate(self._data):
+            crc = 0
+            for at in range(0, len(buffer), _BLOCK):
+                block = buffer[at : at + _BLOCK] if len(buffer) > _BLOCK else buffer
+                crc = crc32c(block, crc)
+                yield block
+            if number == len(self._checksums):
+                self._checksums.append(crc)
+
+    def checksums(self) -> list[int]:
+        """The crc32c of each buffer, also of those that did not go by."""
+        self._checksums += map(crc32c, self._data[len(self._checksums) :])
+        return self._checksums
 
 
 def make_header(items: Sequence[StagedItem]) -> tuple[bytes, list[int]]:

@@ -36,8 +36,8 @@ class StorageWriter(ABC):
         """The coordinator, before any rank writes: remove what killed saves left; ``save_name`` is being written."""
 
     @abstractmethod
-    def write_file(self, name: str, buffers: Sequence[Buffer]) -> None:
-        """Write a new file; when this returns it is safe."""
+    def write_file(self, name: str, buffers: Iterable[Buffer]) -> None:
+        """Write a new file of these buffers, one after the other; when this returns it is safe."""
 
     @abstractmethod
     def flush(self) -> None:
