@@ -6,7 +6,7 @@ import atexit
 import itertools
 import pickle
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import numpy as np
@@ -20,7 +20,7 @@ from hyper_parallel.core.distributed_checkpoint.index_file import CheckpointInde
 from hyper_parallel.core.distributed_checkpoint.make_index import index_by_arithmetic, index_of_plans
 from hyper_parallel.core.distributed_checkpoint.metadata import Metadata
 from hyper_parallel.core.distributed_checkpoint.planner import SavePlanner
-from hyper_parallel.core.distributed_checkpoint.save import PreparedSave, prepare_save, stage
+from hyper_parallel.core.distributed_checkpoint.save import PreparedSave, Question, prepare_save, stage
 from hyper_parallel.core.distributed_checkpoint.shard_file import (
     Buffer,
     DeviceBytes,
@@ -69,8 +69,10 @@ def async_save(
     try:
         real_writer = _packed_writer(storage_writer, checkpoint_id)
         background = _Background.of(agreement)
-        background.make_ready(agreement, if_busy)
-        prepared = prepare_save(state_dict, checkpoint_id, _NoWriter(), planner, agreement)
+        if if_busy == "wait":
+            background.wait_for_last()
+        prepared = prepare_save(state_dict, checkpoint_id, _NoWriter(), planner, agreement, background.readiness())
+        background.make_ready(agreement, *prepared.decision)
         handle = AsyncSave(background, prepared, checkpoint_id)
         background.start(handle, prepared, real_writer)
         return handle
@@ -149,10 +151,13 @@ class _Background:
             cls._all[key] = cls()
         return cls._all[key]
 
-    def make_ready(self, agreement: Agreement, if_busy: str) -> None:
-        """Every rank: wait for the save before, or refuse; raise its error if nobody has; see that writers live."""
-        if if_busy == "wait" and self._handle is not None:
+    def wait_for_last(self) -> None:
+        """Wait for the save before, if there is one."""
+        if self._handle is not None:
             self.wait(self._handle, None)
+
+    def readiness(self) -> Question:
+        """What the ranks must hear of each other: a save that still runs, an error that nobody raised, dead writers."""
 
         def look() -> tuple[str | None, tuple[str, str] | None, bool]:
             handle = self._handle
@@ -170,7 +175,10 @@ class _Background:
             error = next((error for _, error, _ in seen if error is not None), None)
             return running, error, all(alive for *_, alive in seen)
 
-        running, error, alive = agreement.round("starting a background save", look, decide)
+        return Question(look, decide)
+
+    def make_ready(self, agreement: Agreement, running: str | None, error: tuple[str, str] | None, alive: bool) -> None:
+        """Every rank: refuse if a save is running; raise the error of the one before; see that writers live."""
         if running is not None:
             raise CheckpointError(
                 f"the checkpoint '{running}' is still being written; call result() of its handle first, or pass "
@@ -301,7 +309,7 @@ class _NoWriter(StorageWriter):
     def begin(self, save_name: str) -> None:
         pass
 
-    def write_file(self, name: str, buffers: Sequence[Buffer]) -> None:
+    def write_file(self, name: str, buffers: Iterable[Buffer]) -> None:
         raise AssertionError("planning writes nothing")
 
     def flush(self) -> None:

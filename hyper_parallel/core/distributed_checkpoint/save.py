@@ -5,8 +5,9 @@ together differently; :func:`save` runs them in a row.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -60,6 +61,13 @@ def save(
         agreement.close()
 
 
+class Question(NamedTuple):
+    """Something else that the ranks settle in the round in which they plan: what each sees, and what follows."""
+
+    look: Callable[[], Any]
+    decide: Callable[[list[Any]], Any]
+
+
 @dataclass
 class PreparedSave:
     """A save that is planned on every rank, and of which nothing is written yet."""
@@ -72,6 +80,7 @@ class PreparedSave:
     specs: Specs | None  # What all ranks hold; None: the plans were gathered instead.
     all_plans: list[SavePlan] | None = None
     metadata: Metadata | None = None
+    decision: Any = None  # on the question that was asked along
 
 
 def prepare_save(
@@ -80,12 +89,16 @@ def prepare_save(
     storage_writer: StorageWriter | None,
     planner: SavePlanner | None,
     agreement: Agreement,
+    question: Question | None = None,
 ) -> PreparedSave:
-    """Plan on every rank, and open the place to write to."""
+    """Plan on every rank, and open the place to write to; with a ``question``, its answer comes along."""
     planner = planner if planner is not None else StandardSavePlanner()
     writer = storage_writer if storage_writer is not None else default_writer(checkpoint_id)
 
-    def look() -> Any:
+    def look() -> tuple[Any, Any]:
+        return look_at_state(), None if question is None else question.look()
+
+    def look_at_state() -> Any:
         state = {key: value.state_dict() if is_stateful(value) else value for key, value in state_dict.items()}
         planner.configure_planner(
             state,
@@ -102,28 +115,29 @@ def prepare_save(
 
     gathered: dict[str, Any] = {}
 
-    def open_save(values: list[Any]) -> list[Any]:
+    def open_save(looks: list[tuple[Any, Any]]) -> list[Any]:
+        values = [value for value, _ in looks]
+        decision = None if question is None else question.decide([seen for _, seen in looks])
         save_name = new_save_name()
         writer.begin(save_name)
         if planner.needs_global_plan:
             plans, gathered["metadata"] = planner.build_global_plan(values)
             check_plans(plans, gathered["metadata"])
             gathered["plans"] = plans
-            return [(save_name, plan) for plan in plans]
-        return [(save_name, len(set(values)) == 1)] * len(values)
+            return [(save_name, decision, plan) for plan in plans]
+        return [(save_name, decision, len(set(values)) == 1)] * len(values)
 
     try:
-        save_name, answer = agreement.round("saving (planning)", look, open_save, one_each=True)
+        save_name, decision, answer = agreement.round("saving (planning)", look, open_save, one_each=True)
         if planner.needs_global_plan:
             plan = planner.finalize_plan(answer)
-            return PreparedSave(
-                agreement, writer, planner, save_name, plan, None, gathered.get("plans"), gathered.get("metadata")
-            )
+            plans, metadata = gathered.get("plans"), gathered.get("metadata")
+            return PreparedSave(agreement, writer, planner, save_name, plan, None, plans, metadata, decision)
         assert isinstance(planner, StandardSavePlanner)
         if not answer:  # The ranks hold different things: one more message, so that each knows who holds what.
             planner.set_specs(agreement.round("saving (planning)", lambda: planner.specs, merge_specs))
         plan = planner.finalize_plan(planner.build_local_plan())
-        return PreparedSave(agreement, writer, planner, save_name, plan, planner.specs)
+        return PreparedSave(agreement, writer, planner, save_name, plan, planner.specs, decision=decision)
     except BaseException:
         writer.end()
         raise
