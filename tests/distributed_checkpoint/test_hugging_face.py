@@ -11,6 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import hyper_parallel as hp
+from hyper_parallel.core.distributed_checkpoint import hugging_face
 from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError, CorruptCheckpointError
 from hyper_parallel.core.distributed_checkpoint.hugging_face import load_hugging_face, save_hugging_face
 from hyper_parallel.core.distributed_checkpoint.safetensors_folder import SafetensorsFolder
@@ -183,7 +184,22 @@ def test_plain_tensors_ties_and_casts(tmp_path: Path) -> None:
         load_hugging_face(state, tmp_path / "hub", mapping=RULES)
     with pytest.raises(CheckpointError, match="the ranks have different names, shapes or dtypes"):
         save_hugging_face(state, tmp_path / "never", mapping=RULES)
+    if rank == 1:
+        state["mine alone"] = 3
+    with pytest.raises(CheckpointError, match="rank 1: TypeError: 'mine alone' is a int"):
+        save_hugging_face(state, tmp_path / "never", mapping=RULES)
+    del state["norm.weight"]
+    state.pop("mine alone", None)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:  # It still gathers with the others.
+            patch.setattr(hugging_face, "write_at", _full_disk)
+        with pytest.raises(CheckpointError, match=r"failed on rank 1: OSError: .*No space left"):
+            save_hugging_face(state, tmp_path / "never", max_shard_bytes=500)
     assert not (tmp_path / "never").exists()
+
+
+def _full_disk(*_args):
+    raise OSError(28, "No space left on device")
 
 
 DTYPES = [
@@ -249,9 +265,38 @@ def _damaged_header(folder):
     path.write_bytes(data)
 
 
+def _header(text):
+    """Replaces the header of the first file."""
+
+    def damage(folder):
+        data = text.encode() + b" " * (-len(text) % 8)
+        content = len(data).to_bytes(8, "little") + data + bytes(8)
+        (folder / "model-00001-of-00003.safetensors").write_bytes(content)
+
+    return damage
+
+
+_F32 = '{"dtype": "F32", "shape": %s, "data_offsets": %s}'
+
+
 @pytest.mark.parametrize(
     ("damage", "kind", "said"),
     [
+        (_header('{"a": %s}' % (_F32 % ("[-1, -2]", "[0, 8]"))), CorruptCheckpointError, r"'a' has shape \[-1, -2\]"),
+        (_header('{"a": %s}' % (_F32 % ("[2.0]", "[0, 8]"))), CorruptCheckpointError, r"'a' has shape \[2.0\]"),
+        (_header('{"a": %s}' % (_F32 % ("[2]", "[-8, 0]"))), CorruptCheckpointError, "lies at -8 to 0"),
+        (_header('{"a": %s}' % (_F32 % ("[2]", "[8, 16]"))), CorruptCheckpointError, "'a' is not whole"),
+        (
+            _header('{"a": %s, "a": %s}' % ((_F32 % ("[1]", "[0, 4]"),) * 2)),
+            CorruptCheckpointError,
+            "'a' is named twice",
+        ),
+        (
+            _header('{"a": %s, "b": %s}' % ((_F32 % ("[1]", "[0, 4]"),) * 2)),
+            CorruptCheckpointError,
+            "'a' and 'b' overlap",
+        ),
+        (_header("[" * 100000), CorruptCheckpointError, "is not a whole safetensors file"),
         (_cut_short, CorruptCheckpointError, "model-00002-of-00003.safetensors' .* is not a whole safetensors file"),
         (_damaged_header, CorruptCheckpointError, "model-00001-of-00003.safetensors' .* is not a whole"),
         (
@@ -261,6 +306,11 @@ def _damaged_header(folder):
         ),
         (
             lambda f: (f / "model.safetensors.index.json").write_text("{"),
+            CorruptCheckpointError,
+            "is not an index of safetensors files",
+        ),
+        (
+            lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"a": 5}}'),
             CorruptCheckpointError,
             "is not an index of safetensors files",
         ),

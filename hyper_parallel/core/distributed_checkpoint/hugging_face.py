@@ -6,10 +6,11 @@ that this rank's blocks are made of; saving gathers one tensor (or the few that 
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -168,11 +169,15 @@ def save_hugging_face(
     """
     target = folder_path(folder)
     agreement = _agreement(no_dist)
-    tensors = _untied(state_dict)
-    known = {name: (tuple(value.shape), _dtype_of(value)) for name, value in tensors.items()}
-    mapped = KeyMapping.of(mapping).to_files(known)
-    plan = FolderPlan(mapped.file_shapes, mapped.file_dtypes, max_shard_bytes)
     aside = target.parent / f".{target.name}.saving"
+    planned: list[tuple[dict[str, Any], Mapped, FolderPlan]] = []
+
+    def look() -> Any:
+        tensors = _untied(state_dict)
+        known = {name: (tuple(value.shape), _dtype_of(value)) for name, value in tensors.items()}
+        mapped = KeyMapping.of(mapping).to_files(known)
+        planned.append((tensors, mapped, FolderPlan(mapped.file_shapes, mapped.file_dtypes, max_shard_bytes)))
+        return known
 
     def begin(everybody: list[Any]) -> None:
         if any(other != everybody[0] for other in everybody[1:]):
@@ -181,7 +186,8 @@ def save_hugging_face(
         aside.mkdir(parents=True)
 
     try:
-        agreement.round("saving safetensors files", lambda: known, begin)
+        agreement.round("saving safetensors files", look, begin)
+        tensors, mapped, plan = planned[0]
         owned = {number for number in range(len(plan.headers)) if number % agreement.world_size == agreement.rank}
         agreement.round(
             "saving safetensors files",
@@ -209,27 +215,50 @@ def _untied(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write_files(tensors: Mapping[str, Any], mapped: Mapped, plan: FolderPlan, owned: set[int], aside: Path) -> None:
+    """Gather the tensors, on all ranks together, and write those of the owned files.
+
+    A rank that cannot write (a full disk, say) still takes part in the gathers, or the others would wait for it.
+    """
     platform = get_platform()
     by_file = mapped.by_file_name()
     wanted: dict[str, list[str]] = {}  # our name -> tensors of the files that this rank writes from it
     for name, pieces in by_file.items():
         if plan.entries[name].file in owned:
             wanted.setdefault(pieces[0].our_name if pieces else "", []).append(name)
-    files = {number: create_file(aside / str(number), plan, number) for number in sorted(owned)}
+    files: dict[int, int] = {}
+    failures: list[Exception] = []
+
+    def attempt(step: Callable[[], Any]) -> None:
+        if not failures:
+            try:
+                step()
+            except Exception as error:
+                failures.append(error)
+
+    def create() -> None:
+        for number in sorted(owned):
+            files[number] = create_file(aside / str(number), plan, number)
+
+    def write(group: Iterable[str], whole: Mapping[str, Any]) -> None:
+        for name in [file_name for ours in group for file_name in wanted.get(ours, ())]:
+            entry = plan.entries[name]
+            write_at(files[entry.file], assemble(entry, by_file[name], whole), entry.start)
+
     try:
+        attempt(create)
         for group in mapped.groups:
             whole = {}
             for name in group:
                 value = tensors[name]
                 whole[name] = platform.raw_array(value.full_tensor() if isinstance(value, DTensor) else value)
-            for name in [file_name for ours in group for file_name in wanted.get(ours, ())]:
-                entry = plan.entries[name]
-                write_at(files[entry.file], assemble(entry, by_file[name], whole), entry.start)
+            attempt(functools.partial(write, group, whole))
         for descriptor in files.values():
-            os.fsync(descriptor)
+            attempt(functools.partial(os.fsync, descriptor))
     finally:
         for descriptor in files.values():
             os.close(descriptor)
+    if failures:
+        raise failures[0]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ read.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import mmap
@@ -61,17 +62,26 @@ class SafetensorsFolder:
         except FileNotFoundError:
             raise FileNotFoundError(f"'{path}' is named in '{INDEX_FILE}' but is not there; copy it again") from None
         try:
-            header = json.loads(text)
+            header = json.loads(text, object_pairs_hook=_without_twins)
+            places = []
             for tensor, entry in header.items():
                 if tensor == "__metadata__":
                     continue
                 dtype = DTYPE_OF_SAFETENSORS_NAME[entry["dtype"]]
                 start, end = entry["data_offsets"]
-                stored = StoredTensor(name, dtype, tuple(entry["shape"]), 8 + length + start)
-                if end - start != stored.num_bytes or start < 0 or stored.start + stored.num_bytes > size:
+                shape = tuple(entry["shape"])
+                if not all(type(number) is int and number >= 0 for number in (start, end, *shape)):
+                    raise ValueError(f"'{tensor}' has shape {list(shape)} and lies at {start} to {end}")
+                stored = StoredTensor(name, dtype, shape, 8 + length + start)
+                if end - start != stored.num_bytes or stored.start + stored.num_bytes > size:
                     raise ValueError(f"'{tensor}' is not whole")
+                if end > start:
+                    places.append((start, end, tensor))
                 self.tensors[tensor] = stored
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            for (_, end, tensor), (start, _, other) in itertools.pairwise(sorted(places)):
+                if start < end:
+                    raise ValueError(f"'{tensor}' and '{other}' overlap")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CorruptCheckpointError(
                 f"'{path}' ({size} bytes) is not a whole safetensors file ({error!r}); it was cut short or damaged. "
                 "Copy it again"
@@ -111,6 +121,15 @@ class SafetensorsFolder:
         return {name: (stored.shape, stored.dtype) for name, stored in self.tensors.items()}
 
 
+def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object whose names are all different: of two values for one name nobody knows which is meant."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"'{next(name for name in names if names.count(name) > 1)}' is named twice")
+    return found
+
+
 def raw_dtype(dtype: str) -> np.dtype[Any]:
     """The numpy dtype in which the bits of a dtype are kept."""
     size = dtype_size(dtype)
@@ -127,9 +146,9 @@ def _file_names(folder: Path) -> list[str]:
         try:
             weight_map: Mapping[str, str] = json.loads(index.read_text())["weight_map"]
             names = sorted(set(weight_map.values()))
+            outside = [name for name in names if os.path.basename(name) != name]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CorruptCheckpointError(f"'{index}' is not an index of safetensors files: {error!r}") from error
-        outside = [name for name in names if os.path.basename(name) != name]
         if outside:
             raise CorruptCheckpointError(f"'{index}' names files outside of its folder: {outside}")
         return names
