@@ -290,6 +290,24 @@ def test_a_rank_that_fails_fails_all(tmp_path):
     with pytest.raises(checkpoint.CheckpointError, match=r"rank 2: TypeError: 'bad' holds a builtins.object"):
         checkpoint.save(unsuitable, checkpoint_id=path)
     assert load_cut(path) == 1
+    for step in ("state_dict", "load_state_dict"):
+        keeper = {"step": FailingState(step)} if get_platform().get_rank() == 1 else {}
+        with pytest.raises(checkpoint.CheckpointError, match=rf"loading.* failed on rank 1: ValueError: no {step}"):
+            checkpoint.load(cut_state(0) | keeper, checkpoint_id=path)
+
+
+class FailingState:
+    """A value that keeps its own state, but one of its two methods fails."""
+
+    def __init__(self, step):
+        self._step = step
+
+    def state_dict(self):
+        if self._step == "state_dict":
+            raise ValueError("no state_dict")
+
+    def load_state_dict(self, state):
+        raise ValueError("no load_state_dict")
 
 
 def test_two_saves_to_one_place_at_a_time_leave_one_of_them_whole(tmp_path):

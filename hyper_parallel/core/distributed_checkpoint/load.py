@@ -46,29 +46,20 @@ def load(
     reader = storage_reader if storage_reader is not None else default_reader(checkpoint_id)
     planner = planner if planner is not None else StandardLoadPlanner()
     agreement = make_agreement(no_dist, use_collectives, checkpoint_id, "load")
-    stateful = {key: value for key, value in state_dict.items() if is_stateful(value)}
-    state: dict[str, Any] = state_dict
-    loading = _Loading(checkpoint_id, reader, planner, agreement)
+    loading = _Loading(checkpoint_id, reader, planner, agreement, state_dict)
     try:
-        if stateful:
-            state = {**state_dict, **{key: value.state_dict() for key, value in stateful.items()}}
         if loading.trades:
-            loading.plan_and_trade(state)
+            some_keep_state = loading.plan_and_trade()
         elif planner.needs_global_plan:
-            plan = agreement.round(
-                "loading (planning)", lambda: loading.plan(state), planner.build_global_plan, one_each=True
-            )
-            agreement.round("loading", lambda: loading.read(plan), loading.verify)
+            plan = agreement.round("loading (planning)", loading.plan, planner.build_global_plan, one_each=True)
+            some_keep_state = agreement.round("loading", lambda: loading.read(plan), loading.verify)
         else:
-            agreement.round("loading", lambda: loading.read(loading.plan(state)), loading.verify)
+            some_keep_state = agreement.round("loading", lambda: loading.read(loading.plan()), loading.verify)
+        if some_keep_state:  # on any rank, so that all take part
+            agreement.round("loading (load_state_dict)", loading.give_back)
     finally:
         reader.close()
         agreement.close()
-    for key, value in stateful.items():
-        value.load_state_dict(state[key])
-    for key, value in state.items():
-        if key not in stateful and state is not state_dict:
-            state_dict[key] = value
 
 
 class Share(NamedTuple):
@@ -84,29 +75,47 @@ class Share(NamedTuple):
 class _ReadReport(NamedTuple):
     index_crc: int
     shares: list[Share]
+    keeps_state: bool  # whether the rank has values with a load_state_dict()
 
 
 class _Loading:
     """One load on one rank."""
 
     def __init__(
-        self, checkpoint_id: CheckpointId, reader: StorageReader, planner: LoadPlanner, agreement: Agreement
+        self,
+        checkpoint_id: CheckpointId,
+        reader: StorageReader,
+        planner: LoadPlanner,
+        agreement: Agreement,
+        state_dict: dict[str, Any],
     ) -> None:
         self._id = checkpoint_id
         self._reader = reader
         self._planner = planner
         self._agreement = agreement
+        self._given = self._state = state_dict
+        self._stateful: dict[str, Any] = {}
 
-    def plan(self, state_dict: dict[str, Any]) -> LoadPlan:
+    def plan(self) -> LoadPlan:
+        self._stateful = {key: value for key, value in self._given.items() if is_stateful(value)}
+        if self._stateful:
+            self._state = {**self._given, **{key: value.state_dict() for key, value in self._stateful.items()}}
         self._files = StoredFiles(self._id, self._reader)
         self._planner.configure_planner(
-            state_dict,
+            self._state,
             self._files.index.metadata(),
             index=self._files.index,
             rank=get_platform().get_rank(),
             is_coordinator=self._agreement.is_coordinator,
         )
         return self._planner.build_local_plan()
+
+    def give_back(self) -> None:
+        """Give the values that keep their own state what was loaded for them."""
+        for key, value in self._stateful.items():
+            value.load_state_dict(self._state[key])
+        if self._state is not self._given:
+            self._given.update({key: value for key, value in self._state.items() if key not in self._stateful})
 
     def read(self, plan: LoadPlan, places: dict[int, Any] | None = None) -> _ReadReport:
         """Read the items of a plan; with ``places`` only into these, to be applied later."""
@@ -130,7 +139,7 @@ class _Loading:
             if place is not target:
                 get_platform().set_raw(place, target)
             self._planner.apply_tensor(item, place)
-        return _ReadReport(index.crc32c, shares)
+        return _ReadReport(index.crc32c, shares, bool(self._stateful))
 
     def _read_box(
         self, item: ReadItem, target: np.ndarray[Any, Any], numbers: dict[str, int], shares: list[Share]
@@ -160,14 +169,14 @@ class _Loading:
             and isinstance(self._planner, StandardLoadPlanner)
         )
 
-    def plan_and_trade(self, state_dict: dict[str, Any]) -> None:
-        """Load with every byte read by one rank only; see ``exchange.py``."""
+    def plan_and_trade(self) -> bool:
+        """Load with every byte read by one rank only; see ``exchange.py``. What :meth:`verify` says."""
         planner, agreement = self._planner, self._agreement
         assert isinstance(planner, StandardLoadPlanner)
         plans: list[LoadPlan] = []
 
         def look() -> bytes:
-            plans.append(self.plan(state_dict))
+            plans.append(self.plan())
             return fingerprint(planner.specs)
 
         is_uniform = agreement.round("loading (planning)", look, lambda values: len(set(values)) == 1)
@@ -182,7 +191,7 @@ class _Loading:
             mine = [item for item in items if exchange.reader_of(item) == agreement.rank]
             return self.read(LoadPlan(mine), places)
 
-        agreement.round("loading", read_own, self.verify)
+        some_keep_state: bool = agreement.round("loading", read_own, self.verify)
 
         def trade() -> None:
             exchange.trade(places)
@@ -190,11 +199,13 @@ class _Loading:
                 planner.apply_tensor(item, places[id(item)])
 
         agreement.round("loading (trading replicas)", trade)
+        return some_keep_state
 
     # ---------------------------------------------------------------- on the coordinator
 
-    def verify(self, reports: list[_ReadReport]) -> None:
-        """Every chunk that was read in parts has the checksum that was written."""
+    def verify(self, reports: list[_ReadReport]) -> bool:
+        """Check that every chunk that was read in parts has the checksum that was written; whether any rank has values
+        that keep their own state."""
         if len({report.index_crc for report in reports}) > 1:
             raise CheckpointChangedError(f"'{os.fspath(self._id)}' was replaced while it was loaded; load it again")
         parts: dict[tuple[int, int], dict[Any, int]] = {}
@@ -216,6 +227,7 @@ class _Loading:
             self._files.compare(
                 key, chunk, total, share_of_whole(stored.crc32c[chunk], whole * dtype_size(stored.dtype))
             )
+        return any(report.keeps_state for report in reports)
 
 
 class CheckpointChangedError(CorruptCheckpointError):
