@@ -33,7 +33,13 @@ def flatten(state_dict: Mapping[str, Any]) -> dict[str, Leaf]:
         if is_tensor(value):
             _add(leaves, place, Leaf(value, state_dict, place, True))
         else:
-            for name, leaf in _walk(place, value, state_dict, place, is_tensor)[1]:
+            try:
+                found = _walk(place, value, state_dict, place, is_tensor)[1]
+            except RecursionError:
+                raise ValueError(
+                    f"'{place}' contains itself or is nested too deeply, so it cannot be saved or loaded"
+                ) from None
+            for name, leaf in found:
                 _add(leaves, name, leaf)
     return leaves
 

@@ -24,6 +24,9 @@ from hyper_parallel.platform import get_platform
 
 _TAG = "$"
 _FACTORIES: dict[str, Callable[[], Any]] = {kind.__name__: kind for kind in (dict, list, set, int, float, str, tuple)}
+_MAX_BITS = 1 << 13  # of a number in digits: Python reads and writes no more than 4,300 of these
+_DEPTH = 20  # to which a part that cannot be written is looked for
+_ARRAYS = (np.ndarray, np.memmap)
 _SEQUENCES: dict[str, Callable[[Any], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
 
 
@@ -33,12 +36,15 @@ def encode_object(value: Any, name: str, allow_pickle: bool = False) -> tuple[by
     try:
         text = json.dumps(encoder.tagged(value), ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode()
     except RecursionError:
-        raise ValueError(f"'{name}' contains itself, so it cannot be written to a checkpoint") from None
+        raise ValueError(
+            f"'{name}' contains itself or is nested too deeply, so it cannot be written to a checkpoint"
+        ) from None
     except _CannotEncode as error:
         if allow_pickle:
-            return pickle.dumps(value), "pickle"
+            return _pickled(value, name), "pickle"
+        where = f"'{name}'{_place_of(error.value, value, _DEPTH) or ''}"
         raise TypeError(
-            f"'{name}' holds {error}, which cannot be written to a checkpoint without pickle. Save plain data (numbers,"
+            f"{where} holds {error}, which cannot be written to a checkpoint without pickle. Save plain data (numbers,"
             " strings, bytes, lists, tuples, dicts, sets, numpy arrays, tensors), for instance its state_dict(); or "
             "pass planner=StandardSavePlanner(allow_pickle=True) and load with StandardLoadPlanner(allow_pickle=True)"
         ) from None
@@ -63,8 +69,33 @@ def decode_object(data: bytes | memoryview, encoding: str, name: str, allow_pick
         raise CorruptCheckpointError(f"the object '{name}' cannot be decoded: {error!r}") from error
 
 
+def _pickled(value: Any, name: str) -> bytes:
+    try:
+        return pickle.dumps(value)
+    except Exception as error:
+        raise TypeError(f"'{name}' cannot be written to a checkpoint, not even as a pickle: {error}") from error
+
+
 class _CannotEncode(Exception):
-    pass
+    def __init__(self, value: Any, what: str) -> None:
+        super().__init__(what)
+        self.value = value
+
+
+def _place_of(part: Any, value: Any, depth: int) -> str | None:
+    """Where in nested dicts and sequences a part of a value is: ``['a'][3]``; None if it is not found."""
+    if value is part:
+        return ""
+    if depth == 0:
+        return None
+    items: Any = value.items() if isinstance(value, dict) else ()
+    if isinstance(value, (list, tuple, collections.deque)):
+        items = enumerate(value)
+    for key, item in items:
+        place = _place_of(part, item, depth - 1)
+        if place is not None:
+            return f"[{key!r}]{place}"
+    return None
 
 
 class _Encoder:
@@ -81,8 +112,10 @@ class _Encoder:
 
     def tagged(self, value: Any) -> Any:
         kind = type(value)
-        if value is None or kind in (bool, int, str):
+        if value is None or kind in (bool, str):
             return value
+        if kind is int:
+            return value if value.bit_length() <= _MAX_BITS else {_TAG: "int", "hex": f"{value:x}"}
         if kind is float:
             return value if math.isfinite(value) else {_TAG: "float", "bits": struct.pack("<d", value).hex()}
         if kind is list:
@@ -102,15 +135,15 @@ class _Encoder:
         return self._tagged_rarely(value, kind)
 
     def _tagged_rarely(self, value: Any, kind: type) -> Any:
-        if isinstance(value, (np.ndarray, np.generic)) and kind is not np.recarray and not value.dtype.hasobject:
+        if (kind in _ARRAYS or isinstance(value, np.generic)) and not value.dtype.hasobject:
             array = np.asarray(value)
             tag = "ndarray" if isinstance(value, np.ndarray) else "scalar"
             if array.dtype.names is not None:
-                raise _CannotEncode(f"a structured numpy array ({array.dtype})")
+                raise _CannotEncode(value, f"a structured numpy array ({array.dtype})")
             return {_TAG: tag, "dtype": array.dtype.str, "shape": list(array.shape), "at": self._store(array.tobytes())}
         if isinstance(value, self._platform.DTensorBase):
             raise _CannotEncode(
-                "a DTensor inside a tuple or another object (put it into a dict or list, where it is saved cut)"
+                value, "a DTensor inside a tuple or another object (put it into a dict or list, where it is saved cut)"
             )
         if self._platform.is_tensor(value):
             raw = self._platform.raw_array(value)
@@ -133,7 +166,7 @@ class _Encoder:
             return {_TAG: "size", "items": [int(item) for item in value]}
         if kind is type(self._platform.default_dtype()):
             return {_TAG: "dtype", "text": dtype_name(self._platform.dtype_name(value))}
-        raise _CannotEncode(f"a {kind.__module__}.{kind.__qualname__}")
+        raise _CannotEncode(value, f"a {kind.__module__}.{kind.__qualname__}")
 
     def _items(self, value: Any) -> list[Any]:
         return [[self.tagged(key), self.tagged(item)] for key, item in value.items()]
@@ -161,6 +194,8 @@ class _Decoder:
         return self._of_kind(value[_TAG], value)
 
     def _of_kind(self, kind: str, tagged: dict[str, Any]) -> Any:
+        if kind == "int":
+            return int(tagged["hex"], 16)
         if kind == "float":
             return struct.unpack("<d", bytes.fromhex(tagged["bits"]))[0]
         if kind == "complex":

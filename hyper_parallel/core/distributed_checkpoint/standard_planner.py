@@ -273,6 +273,11 @@ class StandardLoadPlanner(LoadPlanner):
                 array = self._arrays[key] = get_platform().raw_array(tensor)
             except (TypeError, ValueError) as error:
                 raise type(error)(f"'{key}' cannot be loaded into: {error}") from error
+            if any(stride == 0 and size > 1 for size, stride in zip(array.shape, array.strides, strict=True)):
+                raise ValueError(
+                    f"'{key}' cannot be loaded into: several of its elements are one place in memory, as expand() makes"
+                    " them; pass its contiguous()"
+                )
         if read_item.lengths == array.shape:
             return array
         return array[slices(read_item.dest_offsets, read_item.lengths)]
