@@ -111,6 +111,10 @@ CASES = [
     (lambda b: b["tensors"]["a"].update(grid=[[1, 2], [0]]), "does not cut shape"),
     (lambda b: b["tensors"]["a"].update(grid=[[0, 4], [0]]), "does not cut shape"),
     (lambda b: b["tensors"]["a"].update(boxes=[]), "has not one of 'grid' and 'boxes'"),
+    (
+        lambda b: b["tensors"]["a"].update(shape=[3000] * 8, grid=[list(range(3000))] * 8, layout=None),
+        "is not a 'file'",
+    ),
     (lambda b: b["tensors"]["a"]["file"].pop(), "is not a 'file' below"),
     (lambda b: b["tensors"]["a"]["file"].__setitem__(0, 99), "is not a 'file' below"),
     (lambda b: b["tensors"]["a"]["start"].__setitem__(0, -8), "is not a 'start' below"),

@@ -124,6 +124,10 @@ def _check_tensor(where: str, entry: Any, layouts: list[Any], ranges: Ranges) ->
         is_grid = type(grid) is list and len(grid) == len(shape) and all(map(_are_counts, grid))
         problem = grid_problem(tuple(map(tuple, grid)), tuple(shape)) if is_grid else "is not a list for each dim"
         _require(not problem, where, grid, problem)
+        # Before the cells are counted out: a few lists can make more of them than memory holds.
+        num_cells = 0 if 0 in shape else math.prod(map(len, grid))
+        is_listed = type(entry["file"]) is list and len(entry["file"]) == num_cells
+        _require(is_listed, where, entry["file"], f"is not a 'file' below {len(ranges)} for each of {num_cells} chunks")
         volumes: Collection[int] = _cell_volumes(tuple(map(tuple, grid)), tuple(shape))
     else:
         boxes = entry["boxes"]

@@ -280,17 +280,19 @@ class TorchCheckpoint:
             start, length = _place_in(
                 archive, _member(archive, f"data/{part.storage.key}"), self._map(chunk.file), chunk
             )
-        except (zipfile.BadZipFile, KeyError, ValueError, EOFError, AttributeError, pickle.UnpicklingError) as error:
+            raw = RAW_DTYPES[dtype_size(tensor.dtype)]
+            if part.shape != chunk.box[1] or dtype_size(part.dtype) != raw.itemsize:
+                raise ValueError(f"it has shape {part.shape} and dtype {part.dtype}, unlike the metadata")
+            flat = np.frombuffer(self._map(chunk.file)[start : start + length], raw)[part.offset :]
+            needed = 1 + sum((size - 1) * stride for size, stride in zip(part.shape, part.strides, strict=True))
+            if min(part.offset, *part.strides, *part.shape, 0) < 0 or (0 not in part.shape and needed > len(flat)):
+                raise ValueError("it is cut short")
+            strides = [stride * raw.itemsize for stride in part.strides]
+            return np.lib.stride_tricks.as_strided(flat, part.shape, strides, writeable=False)
+        except CorruptCheckpointError:
+            raise
+        except Exception as error:  # Damaged archives and pickles can raise anything.
             raise CorruptCheckpointError(f"{where} is not a tensor that torch wrote: {error!r}") from error
-        raw = RAW_DTYPES[dtype_size(tensor.dtype)]
-        if part.shape != chunk.box[1] or dtype_size(part.dtype) != raw.itemsize:
-            raise CorruptCheckpointError(f"{where} has shape {part.shape} and dtype {part.dtype}, unlike the metadata")
-        flat = np.frombuffer(self._map(chunk.file)[start : start + length], raw)[part.offset :]
-        needed = 1 + sum((size - 1) * stride for size, stride in zip(part.shape, part.strides, strict=True))
-        if min(part.offset, *part.strides, *part.shape, 0) < 0 or (0 not in part.shape and needed > len(flat)):
-            raise CorruptCheckpointError(f"{where} is cut short")
-        strides = [stride * raw.itemsize for stride in part.strides]
-        return np.lib.stride_tricks.as_strided(flat, part.shape, strides, writeable=False)
 
     def _map(self, name: str) -> memoryview:
         if name not in self._maps:
