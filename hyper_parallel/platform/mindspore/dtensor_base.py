@@ -21,13 +21,14 @@ from typing import Any
 
 from mindspore import Parameter, Tensor
 
+from hyper_parallel.platform.lawful_gradients import LawfulGradients
 from hyper_parallel.platform.mindspore import private_api
 from hyper_parallel.platform.mindspore.tensors import own_copy
 
 _make = private_api.make_subclass
 
 
-class DTensorBase(Tensor):
+class DTensorBase(LawfulGradients, Tensor):
     """A tensor with a layout; see Note [A DTensor and its block are one tensor]."""
 
     _layout: Any
@@ -125,36 +126,14 @@ class DTensorBase(Tensor):
     def grad(self) -> None:
         self.grad = None
 
-    def lawful_gradient(self, value: Any) -> Any:
-        """``value`` in the layout that a gradient of this tensor has; an error when it cannot be one."""
-        if not isinstance(value, DTensorBase):
-            raise TypeError(
-                f"the gradient of a distributed tensor of shape {tuple(self._global_shape)} must be a distributed "
-                f"tensor, got {type(value).__name__}; use distribute_tensor or from_local"
-            )
-        wanted = self._layout.gradient()
-        if tuple(value._global_shape) != tuple(self._global_shape):
-            raise ValueError(
-                f"a gradient of shape {tuple(value._global_shape)} for a tensor of shape {tuple(self._global_shape)}"
-            )
-        return value if value._layout is wanted else value.redistribute(wanted.mesh, wanted)
-
     def register_hook(self, hook: Callable[[Any], Any]) -> Any:
         """As for a plain tensor; ``hook`` gets the gradient as a DTensor laid out by the law."""
         layout, shape, kind = self._layout.gradient(), self._global_shape, plain_kind(type(self))
+        lawful = self.lawful_hook(hook, lambda gradient: as_dtensor(kind, detached(gradient), layout, shape))
 
         def on_local(gradient: Any) -> Any:
-            changed = hook(as_dtensor(kind, detached(gradient), layout, shape))
-            if changed is None:
-                return None
-            if not isinstance(changed, DTensorBase) or tuple(changed._global_shape) != tuple(shape):
-                raise TypeError(
-                    f"the hook of a distributed tensor of shape {tuple(shape)} must return a distributed tensor of "
-                    f"that shape or None, got {type(changed).__name__}"
-                )
-            if changed._layout is not layout:
-                changed = changed.redistribute(layout.mesh, layout)
-            return local_alias(changed)
+            changed = lawful(gradient)
+            return None if changed is None else local_alias(changed)
 
         return Tensor.register_hook(self._local, on_local)
 

@@ -10,15 +10,15 @@ Note [Leaves take a copy of their gradient]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from mindspore import Tensor
 
 from hyper_parallel.platform.mindspore import private_api, start
-from hyper_parallel.platform.mindspore.tensors import full_like, zeros
+from hyper_parallel.platform.mindspore.tensors import full_like
 
-__all__ = ["backward", "get_grad", "grad", "needs_grad", "requires_grad", "set_grad", "value_and_grad"]
+__all__ = ["backward", "get_grad", "grad", "needs_grad", "requires_grad", "set_grad"]
 
 
 def needs_grad(tensor: Tensor) -> bool:
@@ -72,32 +72,6 @@ def grad(
             "get None for them"
         )
     return tuple(found)
-
-
-def value_and_grad(fn: Callable[..., Any], weights: Sequence[Tensor]) -> Callable[..., tuple[Any, tuple[Tensor, ...]]]:
-    """A function that calls ``fn`` and gives ``(value, gradients of the weights)``.
-
-    The value of ``fn`` is the scalar to differentiate, or a tuple that begins with it. A weight that it was not
-    computed from has a gradient of zeros. ``grad`` of the weights is left as it is.
-    """
-    weights = tuple(weights)
-
-    def run(*args: Any, **kwargs: Any) -> tuple[Any, tuple[Tensor, ...]]:
-        was_recording = private_api.is_recording()
-        private_api.start_recording()
-        private_api.set_recording(True)
-        try:
-            value = fn(*args, **kwargs)
-        finally:
-            private_api.set_recording(was_recording)
-        loss = value[0] if isinstance(value, tuple) else value
-        found = grad(loss, weights, allow_unused=True)
-        return value, tuple(
-            zeros(weight.shape, weight.dtype) if gradient is None else gradient
-            for weight, gradient in zip(weights, found, strict=True)
-        )
-
-    return run
 
 
 def _roots_and_seeds(

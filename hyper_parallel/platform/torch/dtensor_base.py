@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from hyper_parallel.platform.lawful_gradients import LawfulGradients
+
 # The one switch for calling C functions on a subclass without interception. It has no public name; torch's
 # documentation of subclasses uses this one.
 _NoInterception = torch._C.DisableTorchFunctionSubclass
@@ -57,7 +59,7 @@ def _attribute(name: str, settable: bool = False) -> property:
 _NOT_COPIED = frozenset({"_layout", "_global_shape", "_edges", "_gathered_from", "_source", "_counts_alone"})
 
 
-class DTensorBase(torch.Tensor):
+class DTensorBase(LawfulGradients, torch.Tensor):
     """A tensor with a layout; see Note [A DTensor is its local tensor]."""
 
     _layout: Any
@@ -136,36 +138,14 @@ class DTensorBase(torch.Tensor):
         self._layout = value._layout
         self._global_shape = value._global_shape
 
-    def lawful_gradient(self, value: Any) -> Any:
-        """``value`` in the layout that a gradient of this tensor has; an error when it cannot be one."""
-        if not isinstance(value, DTensorBase):
-            raise TypeError(
-                f"the gradient of a distributed tensor of shape {tuple(self._global_shape)} must be a distributed "
-                f"tensor, got {type(value).__name__}; use distribute_tensor or from_local"
-            )
-        wanted = self._layout.gradient()
-        if value._global_shape != self._global_shape:
-            raise ValueError(
-                f"a gradient of shape {tuple(value._global_shape)} for a tensor of shape {tuple(self._global_shape)}"
-            )
-        return value if value._layout is wanted else value.redistribute(wanted.mesh, wanted)
-
     def register_hook(self, hook: Callable[[Any], Any]) -> Any:
         """As for a plain tensor; ``hook`` gets the gradient as a DTensor laid out by the law."""
         layout, shape, kind = self._layout.gradient(), self._global_shape, type(self)
+        lawful = self.lawful_hook(hook, lambda gradient: as_dtensor(kind, gradient.detach(), layout, shape))
 
-        def on_local(gradient: torch.Tensor) -> Any:
-            changed = hook(as_dtensor(kind, gradient.detach(), layout, shape))
-            if changed is None:
-                return None
-            if not isinstance(changed, DTensorBase) or changed._global_shape != shape:
-                raise TypeError(
-                    f"the hook of a distributed tensor of shape {tuple(shape)} must return a distributed tensor of "
-                    f"that shape or None, got {type(changed).__name__}"
-                )
-            if changed._layout is not layout:
-                changed = changed.redistribute(layout.mesh, layout)
-            return local_alias(changed)
+        def on_local(gradient: Any) -> Any:
+            changed = lawful(gradient)
+            return None if changed is None else local_alias(changed)
 
         with _NoInterception():
             return torch.Tensor.register_hook(self, on_local)
