@@ -75,7 +75,7 @@ bench: $(STAMP) ## run every benchmark, or one: make bench BENCH=benchmarks/coll
 
 BENCH ?= $(sort $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py)))
 
-lint: $(STAMP) ## ruff (lint and format) and mypy over the public API
+lint: $(STAMP) ## ruff (lint and format) and mypy
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy

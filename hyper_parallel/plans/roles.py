@@ -177,7 +177,9 @@ def _part_of(path: str, block: str) -> str:
 
 def _sizes(path: str, modules: Mapping[str, Any]) -> tuple[int, int]:
     """(inputs, outputs) of a linear layer."""
-    outputs, inputs = get_platform().linear_weight_dims(modules[path])
+    dims = get_platform().linear_weight_dims(modules[path])
+    assert dims is not None, f"{path} is not a linear layer"
+    outputs, inputs = dims
     shape = get_platform().own_parameters(modules[path])["weight"].shape
     return shape[inputs], shape[outputs]
 

@@ -61,11 +61,10 @@ def _rows_per_rank(name: str, splits: Sequence[int] | None, rows: int, size: int
         return [
             rows // size
         ] * size, f"{rows} rows are not {size} equal parts; give {name} too" if rows % size else None
-    if type(splits) is not list and type(splits) is not tuple:
-        splits = plain_splits(splits)
-    if len(splits) == size and sum(splits) == rows and min(splits) >= 0:
-        return splits, None
-    return splits, f"{name} must be {size} numbers of rows, one per rank of the group, with sum {rows}"
+    counts = splits if type(splits) in (list, tuple) else [int(number) for number in splits]
+    if len(counts) == size and sum(counts) == rows and min(counts) >= 0:
+        return counts, None
+    return counts, f"{name} must be {size} numbers of rows, one per rank of the group, with sum {rows}"
 
 
 # ---------------------------------------------------------------- ranks that disagree

@@ -105,7 +105,9 @@ def make_functions(framework: Framework) -> SimpleNamespace:
 
     # --- the autograd functions; each backward calls another one of them ---
 
-    class AllReduceLinear(framework.Function):
+    Function: Any = framework.Function
+
+    class AllReduceLinear(Function):
         """forward: all-reduce by sum or avg; backward: identity (sum), 1/n (avg)."""
 
         @staticmethod
@@ -119,7 +121,7 @@ def make_functions(framework: Framework) -> SimpleNamespace:
                 grad = grad / ctx.group.size()
             return Vary.apply(grad, ctx.group), None, None
 
-    class Vary(framework.Function):
+    class Vary(Function):
         """forward: identity; backward: all-reduce (sum)."""
 
         @staticmethod
@@ -131,7 +133,7 @@ def make_functions(framework: Framework) -> SimpleNamespace:
         def backward(ctx: Any, grad: Any) -> tuple[Any | None, ...]:
             return AllReduceLinear.apply(grad, "sum", ctx.group), None
 
-    class AllReduceExtreme(framework.Function):
+    class AllReduceExtreme(Function):
         """forward: all-reduce by max or min; backward: the gradient, shared among the ranks that attain the result."""
 
         @staticmethod
@@ -148,7 +150,7 @@ def make_functions(framework: Framework) -> SimpleNamespace:
             num_attained = all_reduce(framework.as_integers(attained), "sum", ctx.group)
             return Vary.apply(grad, ctx.group) * attained / num_attained, None, None
 
-    class AllReduceProduct(framework.Function):
+    class AllReduceProduct(Function):
         """forward: all-reduce by product; backward: the gradient times the product of the other ranks' values.
 
         The other values are gathered and multiplied instead of dividing the result by this rank's: zeros are right too.
@@ -169,7 +171,7 @@ def make_functions(framework: Framework) -> SimpleNamespace:
             others = functools.reduce(operator.mul, parts).reshape(tuple(data.shape))
             return Vary.apply(grad, ctx.group) * framework.conjugate(others), None
 
-    class AllGather(framework.Function):
+    class AllGather(Function):
         """forward: all-gather; backward: slice or reduce-scatter, as `gradient` says."""
 
         @staticmethod
@@ -185,7 +187,7 @@ def make_functions(framework: Framework) -> SimpleNamespace:
                 mine = ReduceScatterLinear.apply(grad, "sum", ctx.group, ctx.sizes, ctx.dim)
             return mine, None, None, None, None
 
-    class Slice(framework.Function):
+    class Slice(Function):
         """forward: this rank's part of a whole value; backward: all-gather."""
 
         @staticmethod
@@ -197,7 +199,7 @@ def make_functions(framework: Framework) -> SimpleNamespace:
         def backward(ctx: Any, grad: Any) -> tuple[Any | None, ...]:
             return AllGather.apply(grad, ctx.group, ctx.sizes, ctx.dim, "slice"), None, None, None
 
-    class ReduceScatterLinear(framework.Function):
+    class ReduceScatterLinear(Function):
         """forward: reduce-scatter by sum or avg; backward: all-gather (1/n of it for avg)."""
 
         @staticmethod
@@ -212,7 +214,7 @@ def make_functions(framework: Framework) -> SimpleNamespace:
             whole = AllGather.apply(grad, ctx.group, ctx.sizes, ctx.dim, "reduce_scatter")
             return whole, None, None, None, None
 
-    class ReduceScatterExtreme(framework.Function):
+    class ReduceScatterExtreme(Function):
         """forward: reduce-scatter by max or min; backward: all-gather, shared among the ranks that attain it."""
 
         @staticmethod
@@ -232,7 +234,7 @@ def make_functions(framework: Framework) -> SimpleNamespace:
             shares = AllGather.apply(grad / num_attained, *place, "reduce_scatter")
             return shares * attained, None, None, None, None
 
-    class AllToAllSingle(framework.Function):
+    class AllToAllSingle(Function):
         """forward: all-to-all of rows; backward: the same with the splits, (sent, received) or None for even,
         swapped.
         """
@@ -253,7 +255,7 @@ def make_functions(framework: Framework) -> SimpleNamespace:
             swapped = None if ctx.splits is None else ctx.splits[::-1]
             return AllToAllSingle.apply(grad, swapped, ctx.group, ctx.asynchronous), None, None, None
 
-    class Exchange(framework.Function):
+    class Exchange(Function):
         """forward: send mine to the peer, give the peer's; backward: the same."""
 
         @staticmethod

@@ -52,6 +52,11 @@ class HookCoordinator:
         timeout: seconds that a thread waits at a hook for the other before it gives up with `TimeoutError`.
     """
 
+    _waiting: dict[str, tuple[object, bool]]
+    _last_hook: dict[str, str]
+    _finished: bool
+    _failure: BaseException | None
+
     def __init__(self, timeout: float = 300.0) -> None:
         if not timeout > 0:
             raise ValueError(f"HookCoordinator: timeout must be a positive number of seconds, got {timeout}")
@@ -139,10 +144,10 @@ class HookCoordinator:
                 raise self._failure
 
     def _begin(self) -> None:
-        self._waiting: dict[str, tuple[object, bool]] = {}
-        self._last_hook: dict[str, str] = {}
+        self._waiting = {}
+        self._last_hook = {}
         self._finished = False
-        self._failure: BaseException | None = None
+        self._failure = None
 
     def _is_free(self) -> bool:
         if not self._enabled:

@@ -37,7 +37,7 @@ _FOLDS: dict[str, Callable[..., Any]] = {
     "any": np.logical_or,
     "all": np.logical_and,
 }
-_OF_BOOLS = {
+_OF_BOOLS: dict[str, Callable[[Any, Any], Any]] = {
     **dict.fromkeys(("sum", "max", "any", "bor"), np.logical_or),
     **dict.fromkeys(("prod", "min", "all", "band"), np.logical_and),
     "bxor": np.logical_xor,
@@ -58,7 +58,7 @@ class HostGroup:
 
     # ---------------------------------------------------------------- collectives: started here, finished by the result
 
-    def start_exchange(self, operation: str, parts: Sequence[np.ndarray | None]) -> Callable[[], list[np.ndarray]]:
+    def start_exchange(self, operation: str, parts: Sequence[np.ndarray | None]) -> Callable[..., list[Any]]:
         """Send ``parts[r]`` to rank r of the group; the function returned gives what came from each.
 
         A part is a vector of bytes. The part for this rank is handed over as it is; None sends nothing to that rank,

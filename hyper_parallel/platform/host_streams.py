@@ -34,6 +34,7 @@ class CpuEvent:
 
     def elapsed_time(self, end_event: CpuEvent) -> float:
         """Milliseconds between the recording of this event and that of ``end_event``."""
+        times = []
         for role, event in (("start", self), ("end", end_event)):
             if not event.enable_timing:
                 raise RuntimeError(
@@ -41,7 +42,8 @@ class CpuEvent:
                 )
             if event._recorded_at is None:
                 raise RuntimeError(f"elapsed_time: the {role} event was never recorded; call its record() first")
-        return (end_event._recorded_at - self._recorded_at) * 1000.0
+            times.append(event._recorded_at)
+        return (times[1] - times[0]) * 1000.0
 
     def __repr__(self) -> str:
         return f"CpuEvent(enable_timing={self.enable_timing})"

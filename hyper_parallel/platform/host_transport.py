@@ -250,7 +250,7 @@ class HostTransport:
 
     def _read_from(self, peer: _Peer) -> None:
         """Take what has come: a part of a header, or of a message."""
-        into = memoryview(peer.header) if peer.message is None else memoryview(peer.message)
+        into = memoryview(peer.header) if peer.message is None else peer.message.data
         num_read = peer.socket.recv_into(into[peer.num_read :], len(into) - peer.num_read)
         if num_read == 0:
             raise EOFError

@@ -71,6 +71,10 @@ def innermost(module: Any) -> Any:
 class Checkpointed:
     """What a wrapper computes under a checkpoint function."""
 
+    wrapped_module: Any
+    _checkpoint_fn: Callable[..., Any]
+    _checkpoint_fn_kwargs: dict[str, Any]
+
     def __init__(self, module: Any, checkpoint_fn: Callable[..., Any], checkpoint_fn_kwargs: dict[str, Any]) -> None:
         self.__dict__["_checkpoint_fn"] = checkpoint_fn
         self.__dict__["_checkpoint_fn_kwargs"] = checkpoint_fn_kwargs

@@ -48,7 +48,7 @@ DEFAULT_TIMEOUT = 300.0
 class SharingFramework:
     """What symmetric memory needs from a framework."""
 
-    tensor: type
+    tensor: Any  # the type of its tensors
     default_dtype: Any
     itemsize: Callable[[Any], int]  # bytes of one element of a dtype
     check_dtype: Callable[[Any], None]  # raises unless it is a dtype whose values are their bytes
@@ -240,7 +240,8 @@ class SymmetricMemoryHandler:
         dtype = self._framework.default_dtype if dtype is None else dtype
         rank, world_ranks = self._framework.place_in(group)
 
-        size, num_bytes, request, problem = (), 0, {}, None
+        size: tuple[int, ...] = ()
+        num_bytes, request, problem = 0, dict[str, Any](), None
         try:
             size, num_bytes = _checked_request(self._framework, shape, dtype, name, num_slots)
             request = {"shape": tuple(size), "dtype": str(dtype), "name": name, "num_slots": num_slots}

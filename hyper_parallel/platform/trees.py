@@ -28,9 +28,9 @@ def map_leaves(fn: Callable[[Any], Any], tree: Any, leaves: tuple[type, ...] = (
         make = getattr(tree, "_make", type(tree))
         return make(values)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        mapped = copy.copy(tree)
+        changed = copy.copy(tree)
         for field in dataclasses.fields(tree):
             # Also right for frozen classes and for fields that __init__ does not take, where `replace` is not.
-            object.__setattr__(mapped, field.name, map_leaves(fn, getattr(tree, field.name), leaves))
-        return mapped
+            object.__setattr__(changed, field.name, map_leaves(fn, getattr(tree, field.name), leaves))
+        return changed
     return fn(tree)

@@ -52,7 +52,7 @@ def launch_move(local: Any, source: Layout, target: Layout, shape: Shape) -> Any
     return launch_transfer(local, source, target, shape)
 
 
-class Redistribute(_platform.Function):  # type: ignore[misc, name-defined]
+class Redistribute(_platform.Function):  # type: ignore[name-defined]
     """forward: ``source`` to ``target``; backward: the gradient from ``target``'s to ``source``'s gradient layout."""
 
     @staticmethod
@@ -79,7 +79,7 @@ class Redistribute(_platform.Function):  # type: ignore[misc, name-defined]
         return leaving_edge(gradient, source, target), None, None, None, None
 
 
-class Spread(_platform.Function):  # type: ignore[misc, name-defined]
+class Spread(_platform.Function):  # type: ignore[name-defined]
     """forward: whole to a pending max, min or prod on an axis; backward: the summands' gradients, summed."""
 
     @staticmethod
@@ -204,7 +204,7 @@ def _spread_non_linear(tensor: Any, source: Layout, target: Layout, axes: list[i
     return tensor
 
 
-class ToLocal(_platform.Function):  # type: ignore[misc, name-defined]
+class ToLocal(_platform.Function):  # type: ignore[name-defined]
     """forward: the block as it is; backward: the gradient from the layout it arrives in to the law's."""
 
     @staticmethod
@@ -217,7 +217,7 @@ class ToLocal(_platform.Function):  # type: ignore[misc, name-defined]
         return because("backward of to_local", redistribute_with_grad, gradient, *ctx.edge), None, None, None
 
 
-class FromLocal(_platform.Function):  # type: ignore[misc, name-defined]
+class FromLocal(_platform.Function):  # type: ignore[name-defined]
     """forward: the block as it is; backward: the gradient from the law's layout to the one that was asked for."""
 
     @staticmethod

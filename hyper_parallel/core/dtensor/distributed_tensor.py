@@ -18,7 +18,7 @@ from hyper_parallel.platform import get_platform
 _platform = get_platform()
 
 
-class DTensor(_platform.DTensorBase):  # type: ignore[misc, name-defined]
+class DTensor(_platform.DTensorBase):  # type: ignore[name-defined]
     """A tensor of which every rank of a mesh holds a block.
 
     ``DTensor(local, mesh, placements)`` is :meth:`from_local`. ``placements`` is one placement per mesh axis,
@@ -62,7 +62,7 @@ class DTensor(_platform.DTensorBase):  # type: ignore[misc, name-defined]
 
     nelement = numel
 
-    def __repr__(self) -> str:  # type: ignore[override]
+    def __repr__(self) -> str:
         values = repr(_platform.detached(self._settled()))
         return f"DTensor(shape={tuple(self._global_shape)}, {self._layout}, local={values})"
 

@@ -47,6 +47,9 @@ class Layout:
 
     __slots__ = ("__weakref__", "_gradient", "_placements", "_regions", "dim_axes", "mesh", "partials", "plans")
 
+    _gradient: Layout | None
+    _placements: tuple[Placement, ...] | None
+    _regions: dict[tuple[Shape, Shape], tuple[Shape, Shape]]
     mesh: DeviceMesh
     dim_axes: DimAxes | None  # None: a mesh without a tensor yet, to be called with one
     partials: Partials
@@ -192,9 +195,11 @@ class Layout:
     @property
     def placements(self) -> tuple[Placement, ...]:
         """One placement per mesh axis."""
-        if self._placements is None:
-            object.__setattr__(self, "_placements", self._make_placements())
-        return self._placements
+        placements = self._placements
+        if placements is None:
+            placements = self._make_placements()
+            object.__setattr__(self, "_placements", placements)
+        return placements
 
     def _make_placements(self) -> tuple[Placement, ...]:
         placements: list[Placement] = [Replicate() if op is None else Partial(op) for op in self.partials]
@@ -298,10 +303,11 @@ class Layout:
 
     def gradient(self) -> Layout:
         """The layout of the gradient, by the law: cut as the value is, whole where the value is whole or pending."""
-        if self._gradient is None:
+        gradient = self._gradient
+        if gradient is None:
             gradient = self if not self.has_partial else Layout.of(self.mesh, self.cuts)
             object.__setattr__(self, "_gradient", gradient)
-        return self._gradient
+        return gradient
 
     def replicated(self) -> Layout:
         """The layout of the same tensor whole on every rank."""

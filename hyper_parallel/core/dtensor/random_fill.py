@@ -21,7 +21,7 @@ def _part_of_whole(draw: Draw, region: Region, make: Callable[[Draw], np.ndarray
     return whole[tuple(slice(o, o + n) for o, n in zip(region.offsets, region.local_shape, strict=True))]
 
 
-_MAKERS = {
+_MAKERS: dict[str, Callable[..., np.ndarray]] = {
     "uniform": random_values.uniform,
     "normal": random_values.normal,
     "trunc_normal": random_values.trunc_normal,

@@ -42,5 +42,7 @@ class SkipDTensorDispatch:
 
 def is_skipped(func: Callable[..., Any] | str) -> bool:
     """Whether ``func`` (or the operator of that name) runs on the local blocks right now."""
-    exceptions = skipping.exceptions
-    return bool(exceptions) and (not exceptions[-1] or get_platform().get_op_name(func) not in exceptions[-1])
+    if not skipping.exceptions:
+        return False
+    exceptions = skipping.exceptions[-1]
+    return not exceptions or (func if isinstance(func, str) else get_platform().get_op_name(func)) not in exceptions

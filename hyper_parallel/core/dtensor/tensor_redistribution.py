@@ -89,9 +89,8 @@ def _bind(step: Step, shape: Shape, following: Step | None = None) -> Callable[[
     group = mesh.get_group(step.axes)
     if step.kind == ALL_REDUCE:
         return lambda tensor: platform.reduce_whole(tensor, group, step.op)
-    positions = mesh.group_positions(step.axes)
-    if positions == tuple(range(len(positions))):
-        positions = None
+    line_order = mesh.group_positions(step.axes)
+    positions = None if line_order == tuple(range(len(line_order))) else line_order
     if step.kind in (GATHER, REDUCE_SCATTER):
         assert step.dim is not None
         dim = step.dim

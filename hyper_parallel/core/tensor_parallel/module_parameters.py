@@ -33,8 +33,9 @@ _ties = _Ties()
 def keeping_ties(root: Any) -> Iterator[None]:
     """Inside, a parameter of ``root`` that is replaced in one module is replaced in every module that has it."""
     before = _ties.replaced, _ties.split
-    _ties.replaced = replaced = {}
-    _ties.split = split = {}
+    replaced: dict[int, tuple[Any, Any, str]] = {}
+    split: dict[int, tuple[Any, dict[str, Any], str]] = {}
+    _ties.replaced, _ties.split = replaced, split
     try:
         yield
         for path, module in _platform.get_cells_and_names(root):

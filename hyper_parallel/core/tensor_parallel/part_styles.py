@@ -291,7 +291,7 @@ def _own(parameter: Any, dim: int, rows: Any) -> Any:
     return whole.index_select(dim, rows) if rows.shape[0] else NoRows.apply(whole, dim)
 
 
-class NoRows(_platform.Function):  # type: ignore[misc, name-defined]
+class NoRows(_platform.Function):  # type: ignore[name-defined]
     """forward: none of the rows; backward: zeros for all of them. MindSpore has no gradient of an empty selection."""
 
     @staticmethod
