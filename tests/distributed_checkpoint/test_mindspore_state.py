@@ -66,7 +66,8 @@ def test_training_goes_on_under_another_layout(kind, tmp_path):
     expected = _net(0)
     _train(_optimizer(kind, expected), range(4))
 
-    for saved_after in (0, 2):
+    # The first step of each optimizer is compiled, so there are no more of them than are needed.
+    for saved_after, places in ((0, [(mesh, 1)]), (2, [(mesh, 1), (None, 0)])):
         first = _net(0, mesh, 0)
         one = _optimizer(kind, first)
         _train(one, range(saved_after), mesh, 0)
@@ -75,7 +76,7 @@ def test_training_goes_on_under_another_layout(kind, tmp_path):
         assert state["optimizer"]["stepped"] == (list(SHAPES) if has_slots else [])
         ckpt.save(state, checkpoint_id=tmp_path / "half")
 
-        for where, dim in ((mesh, 1), (None, 0)):
+        for where, dim in places:
             second = _net(1, where, dim)
             two = _optimizer(kind, second, rate=0.5)
             _train(two, range(7, 8), where, dim)  # what it had learned is forgotten
@@ -85,13 +86,13 @@ def test_training_goes_on_under_another_layout(kind, tmp_path):
             _train(two, range(saved_after, 4), where, dim)
             _assert_equal(second, expected)
 
-        third = _net(1, mesh, 1)  # without a file
-        three = _optimizer(kind, third)
-        set_state_dict(third, three, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-        _train(three, range(saved_after, 4), mesh, 1)
-        _assert_equal(third, expected)
-        _train(one, range(saved_after, 4), mesh, 0)  # what was taken over were copies
-        _assert_equal(first, expected)
+    third = _net(1, mesh, 1)  # without a file
+    three = _optimizer(kind, third)
+    set_state_dict(third, three, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    _train(three, range(2, 4), mesh, 1)
+    _assert_equal(third, expected)
+    _train(one, range(2, 4), mesh, 0)  # what was taken over were copies
+    _assert_equal(first, expected)
 
 
 def test_what_an_optimizer_cannot_go_on_from_is_refused():
