@@ -198,7 +198,7 @@ def test_names_of_a_nested_state():
         flatten({"a": {"b": tensor}, "a.b": 1})
     with pytest.raises(TypeError, match="the names in a state dict are strings, got 3"):
         flatten({3: tensor})
-    with pytest.raises(TypeError, match="a state dict is a dict by name, got list"):
+    with pytest.raises(TypeError, match="a state dict is a dict by name, got a list"):
         flatten([tensor])
 
 
@@ -376,6 +376,26 @@ def test_parameters_keep_their_identity_and_views_are_written_through(tmp_path):
     target = torch.zeros(2, dtype=torch.complex64)
     checkpoint.load({"c": target.conj()}, checkpoint_id=tmp_path / "c")
     assert torch.equal(target.conj(), conj)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_what_is_no_state_and_no_place(tmp_path):
+    for state in (None, 5, [torch.ones(1)]):
+        with pytest.raises(TypeError, match=f"a state dict is a dict by name, got a {type(state).__name__}"):
+            checkpoint.save(state, checkpoint_id=tmp_path / "x")
+        with pytest.raises(TypeError, match="a state dict is a dict by name"):
+            checkpoint.load(state, checkpoint_id=tmp_path / "x")
+    with pytest.raises(TypeError, match="'n' has no shape"):
+        checkpoint.save({"n": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])}, checkpoint_id=tmp_path / "x")
+    for call in (checkpoint.save, checkpoint.load):
+        with pytest.raises(ValueError, match="the name of a checkpoint is empty"):
+            call({"a": 1}, checkpoint_id="")
+    checkpoint.save({"a": 1}, checkpoint_id=os.fsencode(tmp_path / "bytes"))
+    assert checkpoint.latest(tmp_path) == tmp_path / "bytes"
+    (tmp_path / "bytes" / "metadata.json").unlink()
+    (tmp_path / "bytes" / "metadata.json").mkdir()
+    (problem,) = checkpoint.verify(tmp_path / "bytes")
+    assert "Is a directory" in problem
 
 
 def test_clear_errors(tmp_path):

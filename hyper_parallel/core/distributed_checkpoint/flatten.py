@@ -23,8 +23,7 @@ class Leaf(NamedTuple):
 
 def flatten(state_dict: Mapping[str, Any]) -> dict[str, Leaf]:
     """The leaves by name, in the order of the state dict."""
-    if not isinstance(state_dict, Mapping):
-        raise TypeError(f"a state dict is a dict by name, got {type(state_dict).__name__}")
+    _check_is_dict(state_dict)
     is_tensor = get_platform().is_tensor
     leaves: dict[str, Leaf] = {}
     for place, value in state_dict.items():
@@ -69,6 +68,16 @@ def _walk(name: str, value: Any, container: Any, place: Any, is_tensor: Any) -> 
     return (True, leaves) if found else (False, [(name, Leaf(value, container, place, False))])
 
 
-def is_stateful(value: Any) -> bool:
-    """Whether ``value`` gives and takes its state by itself, as models and optimizers do."""
+def stateful_in(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """The values that give and take their state by themselves, as models and optimizers do."""
+    _check_is_dict(state_dict)
+    return {key: value for key, value in state_dict.items() if _is_stateful(value)}
+
+
+def _is_stateful(value: Any) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def _check_is_dict(state_dict: Any) -> None:
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"a state dict is a dict by name, got a {type(state_dict).__name__}")

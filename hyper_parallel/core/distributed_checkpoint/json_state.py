@@ -141,6 +141,8 @@ class _Encoder:
             if array.dtype.names is not None:
                 raise _CannotEncode(value, f"a structured numpy array ({array.dtype})")
             return {_TAG: tag, "dtype": array.dtype.str, "shape": list(array.shape), "at": self._store(array.tobytes())}
+        if kind is np.ndarray:
+            raise _CannotEncode(value, "a numpy array of objects")
         if isinstance(value, self._platform.DTensorBase):
             raise _CannotEncode(
                 value, "a DTensor inside a tuple or another object (put it into a dict or list, where it is saved cut)"

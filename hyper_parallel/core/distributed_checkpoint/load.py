@@ -15,7 +15,7 @@ from hyper_parallel.core.distributed_checkpoint.checksum import crc32c, share_of
 from hyper_parallel.core.distributed_checkpoint.errors import CorruptCheckpointError
 from hyper_parallel.core.distributed_checkpoint.exchange import ReplicaExchange
 from hyper_parallel.core.distributed_checkpoint.file_agreement import make_agreement
-from hyper_parallel.core.distributed_checkpoint.flatten import is_stateful
+from hyper_parallel.core.distributed_checkpoint.flatten import stateful_in
 from hyper_parallel.core.distributed_checkpoint.index_file import StoredTensor
 from hyper_parallel.core.distributed_checkpoint.merge_specs import fingerprint, merge_specs
 from hyper_parallel.core.distributed_checkpoint.metadata import dtype_size
@@ -97,7 +97,7 @@ class _Loading:
         self._stateful: dict[str, Any] = {}
 
     def plan(self) -> LoadPlan:
-        self._stateful = {key: value for key, value in self._given.items() if is_stateful(value)}
+        self._stateful = stateful_in(self._given)
         if self._stateful:
             self._state = {**self._given, **{key: value.state_dict() for key, value in self._stateful.items()}}
         self._files = StoredFiles(self._id, self._reader)

@@ -16,7 +16,7 @@ from hyper_parallel.core.distributed_checkpoint.chunks import Specs
 from hyper_parallel.core.distributed_checkpoint.errors import LostRankError
 from hyper_parallel.core.distributed_checkpoint.file_agreement import make_agreement
 from hyper_parallel.core.distributed_checkpoint.file_names import new_save_name
-from hyper_parallel.core.distributed_checkpoint.flatten import is_stateful
+from hyper_parallel.core.distributed_checkpoint.flatten import stateful_in
 from hyper_parallel.core.distributed_checkpoint.index_file import encode_index
 from hyper_parallel.core.distributed_checkpoint.make_index import check_plans, index_by_arithmetic, index_of_plans
 from hyper_parallel.core.distributed_checkpoint.merge_specs import alone, fingerprint, merge_specs
@@ -99,7 +99,8 @@ def prepare_save(
         return look_at_state(), None if question is None else question.look()
 
     def look_at_state() -> Any:
-        state = {key: value.state_dict() if is_stateful(value) else value for key, value in state_dict.items()}
+        stateful = stateful_in(state_dict)
+        state = {**state_dict, **{key: value.state_dict() for key, value in stateful.items()}}
         planner.configure_planner(
             state,
             rank=agreement.rank,

@@ -57,7 +57,11 @@ def spec_of(name: str, leaf: Leaf, verb: str) -> Spec:
             f"'{name}' has dtype {dtype}, which a checkpoint cannot hold; view it as one of bytes, or cast it"
         )
     if not isinstance(tensor, platform.DTensorBase):
-        return TensorSpec(tuple(tensor.shape), dtype, (), None, bool(getattr(tensor, "requires_grad", False)))
+        try:
+            shape = tuple(tensor.shape)
+        except RuntimeError as error:
+            raise TypeError(f"'{name}' has no shape ({error}), so a checkpoint cannot hold it") from error
+        return TensorSpec(shape, dtype, (), None, bool(getattr(tensor, "requires_grad", False)))
     layout = tensor.layout
     if layout.has_partial:
         raise ValueError(

@@ -93,13 +93,15 @@ class StorageReader(ABC):
 
 def local_path(checkpoint_id: CheckpointId) -> Path:
     """The directory that a path or a ``file://`` URL means."""
-    text = os.fspath(checkpoint_id)
-    return Path(text.removeprefix("file://")) if isinstance(text, str) else Path(os.fsdecode(text))
+    text = os.fsdecode(checkpoint_id).removeprefix("file://")
+    if not text:
+        raise ValueError("the name of a checkpoint is empty, which would be the current directory; name a directory")
+    return Path(text)
 
 
 def storage_for(checkpoint_id: CheckpointId) -> str:
     """ "fsspec" for a URL, "filesystem" for a path."""
-    text = os.fspath(checkpoint_id)
+    text = os.fsdecode(checkpoint_id)
     return "fsspec" if "://" in text and not text.startswith("file://") else "filesystem"
 
 

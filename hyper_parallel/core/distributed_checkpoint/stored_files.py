@@ -151,14 +151,14 @@ def verify(
     try:
         try:
             stored = StoredFiles(checkpoint_id, reader)
-        except (CorruptCheckpointError, FileNotFoundError) as error:
+        except (CorruptCheckpointError, OSError) as error:
             return [str(error)]
         total = sum(file.header_bytes + file.data_bytes for file in stored.index.files)
         done = 0
         for num_bytes, check in _checks(stored):
             try:
                 check()
-            except CorruptCheckpointError as error:
+            except (CorruptCheckpointError, OSError) as error:
                 problems[str(error)] = None
             done += num_bytes
             if progress is not None:
