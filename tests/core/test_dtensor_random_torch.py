@@ -43,6 +43,7 @@ MAKERS = {
     "normal_": in_place(lambda t: t.normal_(1, 2)),
     "uniform_": in_place(lambda t: t.uniform_(-1, 3)),
     "bernoulli_": in_place(lambda t: t.bernoulli_(0.3)),
+    "bernoulli_ of tensors": from_ones(lambda t: torch.empty_like(t).bernoulli_(t * 0.3)),
     "init.normal_": in_place(lambda t: nn.init.normal_(t, std=0.02)),
     "init.uniform_": in_place(lambda t: nn.init.uniform_(t, a=-0.5)),
     "init.trunc_normal_": in_place(lambda t: nn.init.trunc_normal_(t, std=2)),

@@ -14,6 +14,8 @@ BINARY = [
     Sample("mul", (tensor(5, 3), 3)),
     Sample("div", (tensor(4, 2), tensor(4, 2, seed=1, low=1.0))),
     Sample("Tensor.__rsub__", (tensor(4, 2), 3.0)),
+    Sample("isin", (torch.arange(15).reshape(5, 3), torch.tensor([13, 1, 5]))),
+    Sample("isin", (torch.arange(6).reshape(2, 3), torch.arange(3, 9).reshape(2, 3).flip(0)), {"invert": True}),
     Sample("where", (tensor(4, 3) > 0, tensor(4, 3, seed=1), tensor(3, seed=2))),
 ]
 UNARY = [

@@ -35,9 +35,14 @@ def trunc_normal_(
         return fill_random_(tensor, "trunc_normal", mean=float(mean), std=float(std), a=float(a), b=float(b))
 
 
-def bernoulli_(tensor: DTensor, p: float = 0.5, *, generator: Any = None) -> DTensor:
-    """Overwrite with ones of probability ``p`` and zeros."""
+def bernoulli_(tensor: DTensor, p: Any = 0.5, *, generator: Any = None) -> DTensor:
+    """Overwrite with ones of probability ``p``, a number or a tensor of them, and zeros."""
     _no_generator("bernoulli_", generator)
+    platform = get_platform()
+    if platform.is_tensor(p) and p.ndim:
+        drawn = (_like(tensor, platform.default_dtype()).uniform_() < p).to(tensor.dtype)
+        platform.fill_block(tensor, drawn.redistribute(tensor.device_mesh, tensor.layout).to_local())
+        return tensor
     return fill_random_(tensor, "bernoulli", p=float(p))
 
 

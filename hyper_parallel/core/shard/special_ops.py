@@ -56,4 +56,5 @@ def _with_zero_states(func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
     return run_gathered(func, _platform.tree_map(whole, args), kwargs)
 
 
-SPECIAL_OPS.update(dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), _with_zero_states))
+_RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+SPECIAL_OPS.update(dict.fromkeys((*_RECURRENT, *(f"{name}_cell" for name in _RECURRENT)), _with_zero_states))

@@ -96,6 +96,8 @@ def _shapes_without_memory(
 
     with torch.no_grad():
         result = func(*tree_map(without_memory, args), **tree_map(without_memory, kwargs))
+    if result is NotImplemented:  # a TypeError lets Python ask the other operand
+        raise TypeError(f"unsupported operands: {', '.join(type(arg).__name__ for arg in args)}")
     results = result if isinstance(result, (tuple, list)) else [result]
     return [tuple(item.shape) for item in results if isinstance(item, torch.Tensor)]
 

@@ -37,7 +37,7 @@ _NON_LINEAR = (
         "hypot",
         "i0",
     ),
-    *("isclose", "isfinite", "isin", "isinf", "isnan", "isneginf", "isposinf", "isreal", "lcm", "ldexp", "le"),
+    *("isclose", "isfinite", "isinf", "isnan", "isneginf", "isposinf", "isreal", "lcm", "ldexp", "le"),
     *("leaky_relu", "lgamma", "log", "log10", "log1p", "log2", "log_sigmoid", "logaddexp", "logaddexp2", "logical_and"),
     *("logical_not", "logical_or", "logical_xor", "logit", "lt", "masked_fill", "maximum", "minimum", "mish", "ne"),
     *("nan_to_num", "nextafter", "polygamma", "pow", "rad2deg", "reciprocal", "relu", "relu6", "remainder", "round"),
@@ -118,7 +118,18 @@ def copy_(call: OpCall) -> Signature:
     inputs, output = _labels(call)
     dtypes = [_platform.dtype_name(spec.dtype) for spec in call.tensors]
     is_exact = dtypes[0] == dtypes[-1] or dtypes[0].startswith(("float", "bfloat", "complex"))
-    return Signature(inputs, (output,), linear=(frozenset({0, 1}),) if is_exact else ())
+    is_moved = is_exact and len(call.tensors) == 2  # a number is written as it is
+    return Signature(inputs, (output,), linear=(frozenset({0, 1}),) if is_moved else ())
+
+
+@rule("isin")
+def isin(call: OpCall) -> Signature:
+    """Every element is looked for among all of the others, which stay whole."""
+    elements = call.bind("elements", "test_elements")["elements"]
+    labels = letters(len(call.outputs[0]))
+    first = [labels] if isinstance(elements, TensorSpec) else []
+    others = call.tensors[len(first) :]
+    return Signature((*first, *((None,) * spec.ndim for spec in others)), (labels,))
 
 
 @rule("zero_", "fill_", ignores_scalars=True)

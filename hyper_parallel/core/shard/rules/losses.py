@@ -52,9 +52,14 @@ _ROWS = {
 _WEIGHTED_BY_BODY = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
 
 
-def reduction_of(call: OpCall | LocalCall, names: tuple[str, ...]) -> Any:
+def _default_reduction(call: OpCall) -> str:
+    """A mean, but some functions under the ones written in Python give all elements."""
+    return "none" if call.outputs[0] else "mean"
+
+
+def reduction_of(call: OpCall, names: tuple[str, ...]) -> Any:
     """The reduction a loss was asked for, None when it is one only the function written in Python knows."""
-    given = arguments(call, *names, reduction="mean", size_average=None, reduce=None)
+    given = arguments(call, *names, reduction=_default_reduction(call), size_average=None, reduce=None)
     legacy = given["size_average"] is not None or given["reduce"] is not None
     is_known = not isinstance(given["reduction"], bool) and given["reduction"] in _REDUCTIONS
     return given["reduction"] if is_known and not legacy else None

@@ -55,7 +55,7 @@ def of_several_dims(call: OpCall) -> Signature | None:
     given = arguments(call, "input", "s", "dim", s=None, dim=None)
     dims = given["dim"]
     if dims is None and given["s"] is not None:
-        dims = tuple(range(-len(given["s"]), 0))
+        dims = tuple(range(-len(given["s"]), 0)) if isinstance(given["s"], (tuple, list)) else -1
     return _along(call, given["input"], dims)
 
 
