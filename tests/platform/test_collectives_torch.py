@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import runpy
+import signal
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import hyper_parallel as hp
 from hyper_parallel.platform import collective_checks, get_platform
 from hyper_parallel.platform.torch import collectives, differentiable, group_facts, messages
-from tests.world import run_on_ranks
+from tests.world import RanksFailed, run_on_ranks
 
 
 def test_the_environment_turns_the_comparison_on(monkeypatch):
@@ -41,3 +44,30 @@ def test_a_group_of_torch_that_this_rank_is_not_in_is_an_error():
     if dist.get_rank() == 1:
         with pytest.raises(ValueError, match=r"rank 1 is not a member of this group; only members use it"):
             differentiable.vary(torch.ones(1), group)
+
+
+def _lose_rank_2():
+    platform, mesh = get_platform(), hp.init_device_mesh("cpu", (3,))
+    value = hp.ones((5, 3), mesh, [hp.Shard(0)], requires_grad=True)
+    result = value.redistribute(placements=[hp.Shard(1)])
+    uses = [
+        lambda: platform.all_reduce(torch.ones(3), None),
+        lambda: value.full_tensor(),
+        lambda: (result * result).sum().backward(),
+        lambda: platform.barrier(),
+        lambda: platform.all_gather_object([None] * 3, "here"),
+    ]
+    pids = [None] * 3
+    platform.all_gather_object(pids, os.getpid())
+    if dist.get_rank() == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    for use in uses:
+        with pytest.raises(RuntimeError, match=rf"on rank {dist.get_rank()}: rank 2 \(process {pids[2]}\) has ended: "):
+            use()
+
+
+def test_a_rank_that_was_killed_is_named(worlds):
+    with pytest.raises(RanksFailed) as caught:
+        worlds(3).run(_lose_rank_2)
+    outcome = caught.value.outcome
+    assert outcome.died == {2: -signal.SIGKILL} and not outcome.raised and not outcome.silent, str(caught.value)

@@ -13,6 +13,7 @@ import torch
 
 from hyper_parallel.platform.torch import collectives
 from hyper_parallel.platform.torch.collective_gradients import handed_out
+from hyper_parallel.platform.torch.lost_ranks import completed
 
 Box = tuple[tuple[int, int], ...]  # (start, length) per dim
 
@@ -29,7 +30,7 @@ class Pending:
     def wait(self) -> torch.Tensor:
         """The result, complete."""
         if self._handle is not None:
-            self._handle.wait()
+            completed(self._handle)
             self._handle = None
         return self._finish()
 

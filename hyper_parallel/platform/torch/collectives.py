@@ -46,6 +46,7 @@ from hyper_parallel.platform.torch.group_facts import (
     observers,
 )
 from hyper_parallel.platform.torch.groups import DONE, connecting
+from hyper_parallel.platform.torch.lost_ranks import completed
 from hyper_parallel.platform.torch.messages import (
     all_gather_object,
     irecv,
@@ -112,7 +113,7 @@ def all_reduce(data: torch.Tensor, group_info: Any, async_op: bool = False, op: 
         if async_op:
             return data, work
         if work is not None:
-            work.wait()
+            completed(work)
         return data
     return _all_reduce_carried(data, group_info, facts, reduction, async_op, op)
 
@@ -174,7 +175,7 @@ def all_gather_into_tensor(data: torch.Tensor, group_info: Any, async_op: bool =
     if async_op:
         return result, work
     if work is not None:
-        work.wait()
+        completed(work)
     return result
 
 
@@ -211,7 +212,7 @@ def reduce_scatter_tensor(data: torch.Tensor, group_info: Any, async_op: bool = 
         if async_op:
             return result, work
         if work is not None:
-            work.wait()
+            completed(work)
         return result
     # Each rank receives all addends of its own part and adds them up in rank order.
     stacked = data.new_empty((size, *result.shape))
@@ -222,7 +223,7 @@ def reduce_scatter_tensor(data: torch.Tensor, group_info: Any, async_op: bool = 
     if async_op:
         return result, PendingResult(work, lambda: reduce_stacked(stacked, op, result))
     if work is not None:
-        work.wait()
+        completed(work)
     reduce_stacked(stacked, op, result)
     return result
 
@@ -257,7 +258,7 @@ def broadcast(data: torch.Tensor, src: int, group: Any, async_op: bool = False) 
         if async_op:
             return data, work
         if work is not None:
-            work.wait()
+            completed(work)
         return data
     with torch.no_grad():
         check_writable("broadcast", data, facts)
@@ -327,7 +328,7 @@ def all_to_all_single(
     if async_op:
         return output, work
     if work is not None:
-        work.wait()
+        completed(work)
     return output, None
 
 

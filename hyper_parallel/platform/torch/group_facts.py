@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from hyper_parallel.platform.collective_checks import short
 from hyper_parallel.platform.torch import groups
+from hyper_parallel.platform.torch.lost_ranks import completed, introduce
 from hyper_parallel.platform.torch.reductions import BACKENDS, OTHER_BACKEND, Carrier, find_carrier, why_not
 
 
@@ -44,7 +45,7 @@ class PendingResult:
     def wait(self, timeout: timedelta | None = None) -> bool:
         if self._finish is not None:
             if self._work is not None:
-                self._work.wait() if timeout is None else self._work.wait(timeout)
+                completed(self._work) if timeout is None else self._work.wait(timeout)
             with torch.no_grad():
                 self._finish()
             self._finish = None
@@ -116,6 +117,7 @@ def find_facts(group_info: Any) -> tuple[dist.ProcessGroup, GroupFacts]:
     facts = known_facts.get(key)
     if facts is None:
         facts = known_facts[key] = GroupFacts(group)
+        introduce()
         weakref.finalize(group, known_facts.pop, key, None).atexit = False
     return group, facts
 

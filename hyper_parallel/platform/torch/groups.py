@@ -41,6 +41,7 @@ import torch.distributed.distributed_c10d as c10d
 from hyper_parallel.platform.group_checks import DONE, check_members, global_rank_of, part_of_split
 from hyper_parallel.platform.platform import EXISTING_COMM_GROUPS
 from hyper_parallel.platform.torch import devices
+from hyper_parallel.platform.torch.lost_ranks import naming_lost_ranks, world_store
 
 __all__ = [
     "barrier",
@@ -233,7 +234,8 @@ def barrier(group: Any = None, async_op: bool = False, device_ids: Sequence[int]
     if group.size() == 1:
         return DONE if async_op else None
     wait_until_connected(group)
-    return dist.barrier(group, async_op=async_op, device_ids=None if device_ids is None else list(device_ids))
+    with naming_lost_ranks():
+        return dist.barrier(group, async_op=async_op, device_ids=None if device_ids is None else list(device_ids))
 
 
 # ---------------------------------------------------------------- making groups
@@ -279,7 +281,7 @@ def _new_group(
                 ranks.index(world.rank()),
                 ranks,
                 dist.get_backend(world),
-                c10d._get_default_store(),
+                world_store(),
                 name,
                 backend_options=pg_options,
                 timeout=limit,

@@ -23,6 +23,7 @@ from hyper_parallel.platform.torch.group_facts import (
     peer_of,
 )
 from hyper_parallel.platform.torch.groups import connecting
+from hyper_parallel.platform.torch.lost_ranks import naming_lost_ranks
 
 __all__ = ["all_gather_object", "irecv", "isend", "recv_object_list", "send_object_list"]
 
@@ -88,7 +89,8 @@ def send_object_list(obj_list: list[Any], dst: int | None = None, group: Any = N
     place = peer_of("send_object_list", dst, "dst", facts)
     groups.wait_until_connected(group)
     if obj_list:
-        dist.send_object_list(obj_list, group=group, group_dst=place)
+        with naming_lost_ranks():
+            dist.send_object_list(obj_list, group=group, group_dst=place)
 
 
 def recv_object_list(obj_list: list[Any], src: int | None = None, group: Any = None) -> int | None:
@@ -103,10 +105,11 @@ def recv_object_list(obj_list: list[Any], src: int | None = None, group: Any = N
         return src
     device = _object_device(facts)
     sizes = torch.empty(len(obj_list), dtype=torch.int64, device=device)
-    src = dist.recv(sizes, src, group)
-    lengths = sizes.tolist()
-    pickled = torch.empty(sum(lengths), dtype=torch.uint8, device=device)
-    dist.recv(pickled, src, group)
+    with naming_lost_ranks():
+        src = dist.recv(sizes, src, group)
+        lengths = sizes.tolist()
+        pickled = torch.empty(sum(lengths), dtype=torch.uint8, device=device)
+        dist.recv(pickled, src, group)
     for index, piece in enumerate(pickled.cpu().split(lengths)):
         obj_list[index] = pickle.loads(piece.numpy().tobytes())
     return src
@@ -124,7 +127,8 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> No
         object_list[0] = obj
         return
     groups.wait_until_connected(group)
-    dist.all_gather_object(object_list, obj, group=group)
+    with naming_lost_ranks():
+        dist.all_gather_object(object_list, obj, group=group)
 
 
 def _object_device(facts: GroupFacts) -> torch.device:
