@@ -173,6 +173,8 @@ def test_a_plan_in_words_for_other_item_sizes():
 def test_a_plan_between_meshes_in_words():
     first, second = (init_device_mesh("cpu", (2,), rank_list=ranks, init_backend=False) for ranks in ([0, 1], [1, 2]))
     text = explain(Layout.of(first, ((0,),)), Layout.of(second, ((),)), (8,))
+    with pytest.raises(TypeError, match="explain takes two layouts"):
+        explain(first, Layout.of(second, ((),)), (8,))
     assert text.splitlines()[1] == "  1. exchange blocks between the meshes: one group of 3 ranks, 48 bytes in all"
 
 

@@ -376,6 +376,7 @@ def test_mistakes_in_building(build, error, message):
         ),
         (lambda mesh: mesh.flatten("None"), ValueError, "cannot name an axis"),
         (lambda mesh: DeviceMesh.concatenate([]), ValueError, "at least one mesh"),
+        (lambda mesh: DeviceMesh.concatenate([mesh["dp"], "tp"]), TypeError, "concatenate takes meshes, .*, not 'tp'"),
         (lambda mesh: DeviceMesh.concatenate([describe((2,)), describe((2,))]), ValueError, "are not independent"),
         (lambda mesh: DeviceMesh.concatenate([mesh["dp"], mesh]), ValueError, "{mesh} are not independent"),
         (

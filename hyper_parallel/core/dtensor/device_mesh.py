@@ -467,6 +467,9 @@ class DeviceMesh:
         meshes = list(meshes)
         if not meshes:
             raise ValueError("concatenate needs at least one mesh")
+        strangers = [mesh for mesh in meshes if not isinstance(mesh, DeviceMesh)]
+        if strangers:
+            raise TypeError(f"concatenate takes meshes, as in [mesh['tp'], mesh['dp']], not {strangers[0]!r}")
         first = meshes[0]
         names, blocks = first._names, first._blocks
         for mesh in meshes[1:]:

@@ -39,6 +39,9 @@ def explain(src_layout: Layout, dst_layout: Layout, shape: Sequence[int], item_s
       1. all-gather dim 0 over dp: groups of 2 ranks, 48 bytes sent per rank
     total: 48 bytes sent per rank, modelled cost 0.2
     """
+    for given in (src_layout, dst_layout):
+        if not isinstance(given, Layout):
+            raise TypeError(f"explain takes two layouts, as in explain(a.layout, b.layout, a.shape), not {given!r}")
     size = tuple(int(length) for length in shape)
     lines = [f"{src_layout} -> {dst_layout}, shape {size}"]
     if src_layout.mesh != dst_layout.mesh:
