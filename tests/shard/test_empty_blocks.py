@@ -28,6 +28,8 @@ SAMPLES = [
     Sample("cumsum", (tensor(2, 3), 0)),
     Sample("topk", (tensor(2, 3), 2)),
     Sample("cat", ([tensor(2, 3), tensor(1, 3)],)),
+    Sample("quantile", (tensor(2, 3), torch.tensor([0.2, 0.7], dtype=torch.float64), 1)),
+    Sample("quantile", (tensor(2, 3), torch.tensor(0.2, dtype=torch.float64), 1), {"interpolation": "lower"}),
     Sample("einsum", ("ij,jk->ik", tensor(2, 1), tensor(1, 3))),
 ]
 

@@ -217,11 +217,16 @@ def quantile(call: OpCall) -> Signature | None:
 
 
 def _quantile(call: LocalCall) -> Any:
-    """An empty block, which the function refuses, gives an empty block that stays in the graph."""
-    given = arguments(call, "input", "q")
+    """An empty block, which the function refuses, gives an empty block that is as much in the graph as the others.
+
+    Only between two neighbours, which is linear in it, does ``q`` have a gradient.
+    """
+    given = arguments(call, "input", "q", interpolation="linear")
     if given["input"].numel() or not math.prod(call.input_shapes[0]):
         return call.func(*call.args, **call.kwargs)
-    result = given["input"].sum() + (given["q"].sum() if _platform.is_tensor(given["q"]) else 0)
+    result = given["input"].sum()
+    if _platform.is_tensor(given["q"]) and given["interpolation"] == "linear":
+        result = result + given["q"].sum()
     return result.expand(call.local_output_shape())
 
 
