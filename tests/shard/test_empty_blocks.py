@@ -30,6 +30,7 @@ SAMPLES = [
     Sample("cat", ([tensor(2, 3), tensor(1, 3)],)),
     Sample("quantile", (tensor(2, 3), torch.tensor([0.2, 0.7], dtype=torch.float64), 1)),
     Sample("quantile", (tensor(2, 3), torch.tensor(0.2, dtype=torch.float64), 1), {"interpolation": "lower"}),
+    Sample("ormqr", (tensor(2, 2, 2), tensor(2, 2), tensor(2, 2, 1))),
     Sample("einsum", ("ij,jk->ik", tensor(2, 1), tensor(1, 3))),
 ]
 

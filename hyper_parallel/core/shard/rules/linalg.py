@@ -30,8 +30,8 @@ _ITEM_DIMS = {
     "linalg_ldl_solve": (2, 1, 2),
     "ormqr": (2, 1, 2),
 }
-# The framework refuses an empty batch, which a rank may have where the cut is uneven.
-_REFUSE_EMPTY = frozenset({"linalg_cond"})
+# An empty batch, which a rank may have where the cut is uneven, is refused by the framework or has no gradient.
+_NOT_FOR_EMPTY = frozenset({"linalg_cond", "ormqr"})
 # These raise where a matrix is singular, not positive definite, or has no finite values.
 _MAY_FAIL = frozenset(
     {
@@ -80,6 +80,6 @@ def _by_batch(call: OpCall, item_dims: tuple[int, ...]) -> Signature | None:
         for spec, dims in zip(call.tensors, item_dims, strict=True)
     )
     outputs = tuple((*batch, *(None,) * (len(shape) - batch_rank)) for shape in call.outputs)
-    even = frozenset(map(str, batch)) if call.name in _REFUSE_EMPTY else frozenset()
+    even = frozenset(map(str, batch)) if call.name in _NOT_FOR_EMPTY else frozenset()
     found = Signature(inputs, outputs, even=even)
     return with_agreed_errors(found) if call.name in _MAY_FAIL else found
