@@ -33,8 +33,8 @@ setup: $(if $(filter torch,$(PLATFORM)),$(STAMP)) $(if $(filter mindspore,$(PLAT
 # first and is used without build isolation: pip applies constraints to the environment, but not to the temporary ones
 # it builds in.
 define make_environment
-	@$(PYTHON) -c 'import sys; sys.exit("make setup needs Python 3.10 or newer and got " + sys.version.split()[0] \
-		+ "; name another one: make setup PYTHON=python3.11" if sys.version_info < (3, 10) else 0)'
+	@$(PYTHON) -c 'import sys; sys.exit("make setup needs Python 3.11 or newer for the versions of constraints.txt and " \
+		+ "got " + sys.version.split()[0] + "; name another one: make setup PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
 	@test -x $(1)/bin/python || { echo "creating $(1) with $$($(PYTHON) --version)"; $(PYTHON) -m venv $(1); }
 	@echo "installing hyper-parallel[$(2)] into $(1) with the versions of constraints.txt"
 	@$(1)/bin/python -m pip --disable-pip-version-check install --quiet --quiet --constraint constraints.txt setuptools
