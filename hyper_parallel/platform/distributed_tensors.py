@@ -379,7 +379,10 @@ class DistributedTensorSupport(ABC):
     @staticmethod
     @abstractmethod
     def world_generation() -> Any:
-        """How many worlds this process has left: what is remembered about groups holds for one of them."""
+        """How many worlds this process has left: what is remembered about groups holds for one of them.
+
+        Asking forgets what is known of a world that was left with a function of the framework's own.
+        """
 
     @staticmethod
     @abstractmethod

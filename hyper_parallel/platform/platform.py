@@ -135,7 +135,7 @@ class Platform(DistributedTensorSupport):
         Only members call it, and no order among different groups is required.
         """
         key = _group_key(rank_list)
-        group = EXISTING_COMM_GROUPS.get(key)
+        group = self.get_created_group(key)
         if group is not None:
             return group
         rank, world_size = self.get_rank(), self.get_world_size()
@@ -148,9 +148,10 @@ class Platform(DistributedTensorSupport):
         group = EXISTING_COMM_GROUPS[key] = self._create_group(list(key))
         return group
 
-    @staticmethod
-    def get_created_group(rank_list: Iterable[int]) -> Any:
+    @classmethod
+    def get_created_group(cls, rank_list: Iterable[int]) -> Any:
         """The group that was made for these ranks, in any order, or None."""
+        cls.world_generation()  # forgets the groups of a world that was left without our knowledge
         return EXISTING_COMM_GROUPS.get(_group_key(rank_list))
 
     @classmethod
@@ -160,6 +161,7 @@ class Platform(DistributedTensorSupport):
         It replaces a group of the same ranks, so that all members that mark it use the same one from then on.
         """
         groups = process_group if isinstance(process_group, (list, tuple)) else [process_group]
+        cls.world_generation()  # forgets the groups of a world that was left without our knowledge
         for group in groups:
             EXISTING_COMM_GROUPS[_group_key(cls.get_process_group_ranks(group))] = group
 

@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import hyper_parallel as hp
+from hyper_parallel.core.shard import dispatch
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.platform import EXISTING_COMM_GROUPS
 from hyper_parallel.platform.torch import collectives, groups
@@ -73,6 +75,21 @@ def test_a_world_of_one_again_and_again():
         assert collectives.all_reduce(torch.ones(2), None).tolist() == [1, 1]
         groups.destroy_process_group()
         assert not EXISTING_COMM_GROUPS
+
+
+@pytest.mark.usefixtures("lonely_world")
+@pytest.mark.parametrize("join", [groups.init_process_group, dist.init_process_group])
+def test_a_world_that_was_left_with_torch_s_own_function_is_forgotten(join):
+    for count in range(3):
+        join("gloo", store=dist.PrefixStore(str(count), dist.HashStore()), rank=0, world_size=1)
+        mesh = hp.init_device_mesh("cpu", (1,))
+        assert not dispatch._calls
+        assert mesh.get_group() is dist.group.WORLD
+        assert list(EXISTING_COMM_GROUPS.values()) == [dist.group.WORLD]
+        x = hp.distribute_tensor(torch.ones(2), mesh, [hp.Shard(0)])
+        assert (x + x).full_tensor().tolist() == [2, 2]
+        assert dispatch._calls
+        dist.destroy_process_group()
 
 
 def leave_and_return() -> None:

@@ -153,7 +153,7 @@ def validate(labels: list[str], mesh_shape: tuple[int, ...], most: int, goes_on:
             used_now.add(planned.name)
         return planned
 
-    dispatch._forget()  # a call that an earlier test has planned is not planned again
+    dispatch.forget_plans()  # a call that an earlier test has planned is not planned again
     dispatch.plan_call = remember
     try:
         for sample in [one for one in SAMPLES if one.label in labels]:

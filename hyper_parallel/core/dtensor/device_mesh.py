@@ -627,3 +627,4 @@ def _has_world() -> bool:
 def _join_world() -> None:
     if not _has_world():
         get_platform().init_process_group()
+    get_platform().world_generation()  # forgets what is known of a world that was left without our knowledge

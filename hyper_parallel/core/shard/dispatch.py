@@ -192,7 +192,7 @@ def _remember(table: dict[Any, Any], key: Any, value: Any) -> None:
         table[key] = value
 
 
-def _forget() -> None:
+def forget_plans() -> None:
     """Plans hold what a rank does at its place in a mesh, which may be another one in the next world."""
     with _lock:
         _calls.clear()
@@ -305,5 +305,5 @@ rules.load()
 _platform.set_function_handler(autograd_helpers.run_function)
 _platform.carry_random_state(get_rng_state, set_rng_state)
 _platform.set_dispatcher(intercept)
-_platform.on_leaving(_forget)
+_platform.on_leaving(forget_plans)
 _platform.leave_uncompiled(DTensor)

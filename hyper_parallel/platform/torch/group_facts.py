@@ -122,8 +122,8 @@ def find_facts(group_info: Any) -> tuple[dist.ProcessGroup, GroupFacts]:
     return group, facts
 
 
-def _forget(group: dist.ProcessGroup) -> None:
-    if group is dist.group.WORLD:
+def _forget(group: dist.ProcessGroup | None) -> None:
+    if group is None:
         known_facts.clear()
     else:
         known_facts.pop(id(group), None)

@@ -24,11 +24,9 @@ ranks did not, when the timeout is over).
 
 from __future__ import annotations
 
-import atexit
 import hashlib
 import os
-import threading
-import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -41,6 +39,13 @@ import torch.distributed.distributed_c10d as c10d
 from hyper_parallel.platform.group_checks import DONE, check_members, global_rank_of, part_of_split
 from hyper_parallel.platform.platform import EXISTING_COMM_GROUPS
 from hyper_parallel.platform.torch import devices
+from hyper_parallel.platform.torch.group_connections import (
+    Connection,
+    connecting,
+    creation_lock,
+    stop_connecting,
+    wait_until_connected,
+)
 from hyper_parallel.platform.torch.lost_ranks import naming_lost_ranks, world_store
 
 __all__ = [
@@ -59,18 +64,14 @@ __all__ = [
     "world_generation",
 ]
 
-# Groups whose members are still finding each other; see Note [Creating groups never deadlocks].
-connecting: dict[dist.ProcessGroup, _Connection] = {}
+# Called with each group that is destroyed, None for the world, so that caches about it can be dropped.
+on_destroy: list[Callable[[dist.ProcessGroup | None], None]] = []
 
-# Called with each group that is destroyed, so that caches about it can be dropped.
-on_destroy: list[Callable[[dist.ProcessGroup], None]] = []
-
-_CONNECT_TAG = 2**31 - 1
-_STOP_SECONDS = 3.0
 _GLOO_LAZY = "TORCH_GLOO_LAZY_INIT"
-_creation_lock = threading.Lock()
 _num_times_made: dict[tuple[int, ...], int] = {}
-_num_worlds_left = 0
+_num_worlds_left = 0  # with our own function, which every rank calls
+_generation = 0  # worlds that were left in any way
+_known_world: weakref.ref[dist.ProcessGroup] | None = None  # the one that the tables here are about
 _world_timeout: timedelta | None = None
 
 
@@ -95,6 +96,7 @@ def init_process_group(
             f"init_process_group: this process is already rank {dist.get_rank()} of a world of {dist.get_world_size()} "
             f"(backend {dist.get_backend()}); call destroy_process_group() first to leave it"
         )
+    _notice_world()
     if store is None and init_method in (None, "env://"):
         _check_environment(rank, world_size)
     if backend is None:
@@ -124,30 +126,48 @@ def destroy_process_group(group: Any = None) -> None:
     """Leave ``group``, or the world and every group made in it; ``create_group`` no longer knows them."""
     global _num_worlds_left
     leaving = unwrap_group(group)
-    world = dist.group.WORLD
-    everything = leaving is world
+    if leaving is dist.group.WORLD:
+        _forget_world()
+        _num_worlds_left += 1
+        del leaving  # torch drops its own references to the world
+        dist.destroy_process_group()
+        return
     for ranks, known in list(EXISTING_COMM_GROUPS.items()):
-        if everything or known is leaving:
+        if known is leaving:
             del EXISTING_COMM_GROUPS[ranks]
-    if everything:
-        _stop_connecting(list(connecting))
-    else:
-        _stop_connecting([leaving])
+    stop_connecting([leaving])
     for forget in on_destroy:
         forget(leaving)
-    if everything:
-        _num_times_made.clear()
-        _num_worlds_left += 1
-        # None rather than the object: torch compares with the world by identity and then drops its own references.
-        leaving = world = None
-        dist.destroy_process_group()
-    else:
-        dist.destroy_process_group(leaving)
+    dist.destroy_process_group(leaving)
+
+
+def _forget_world() -> None:
+    global _generation, _known_world
+    EXISTING_COMM_GROUPS.clear()
+    stop_connecting(list(connecting))
+    for forget in on_destroy:
+        forget(None)
+    _num_times_made.clear()
+    _generation += 1
+    _known_world = None
+
+
+def _notice_world() -> None:
+    """Forget a world that was left with ``torch.distributed.destroy_process_group``."""
+    global _known_world
+    world = dist.group.WORLD
+    if _known_world is not None:
+        if world is not None and world is _known_world():
+            return
+        _forget_world()
+    if world is not None:
+        _known_world = weakref.ref(world)
 
 
 def world_generation() -> int:
     """How many worlds this process has left: what is remembered about groups holds for one of them."""
-    return _num_worlds_left
+    _notice_world()
+    return _generation
 
 
 def on_leaving(forget: Callable[[], None]) -> None:
@@ -269,8 +289,9 @@ def split_group(
 def _new_group(
     ranks: list[int], timeout: timedelta | None, pg_options: Any, group_desc: str | None
 ) -> dist.ProcessGroup:
+    _notice_world()
     world = dist.group.WORLD
-    with _creation_lock:
+    with creation_lock:
         name = _group_name(ranks)
         limit = timeout or c10d.default_pg_timeout
         with _connected_lazily(world):
@@ -291,7 +312,7 @@ def _new_group(
         if world.bound_device_id is not None:
             group.bound_device_id = world.bound_device_id
         if len(ranks) > 1 and _uses_gloo(group):
-            connecting[group] = _Connection(group, store, ranks, limit)
+            connecting[group] = Connection(group, store, ranks, limit)
     return group
 
 
@@ -329,89 +350,3 @@ def backend_by_device_type(group: dist.ProcessGroup) -> dict[str, str]:
 
 def _uses_gloo(group: dist.ProcessGroup) -> bool:
     return backend_by_device_type(group).get("cpu") == "gloo"
-
-
-# ---------------------------------------------------------------- members finding each other
-
-
-def wait_until_connected(group: dist.ProcessGroup) -> None:
-    """Return when all members of ``group`` have created it; see Note [Creating groups never deadlocks]."""
-    connection = connecting.get(group)
-    if connection is not None:
-        connection.finished.wait()
-        if connection.error is not None:
-            raise RuntimeError(connection.error)
-
-
-def _stop_connecting(stopped: list[dist.ProcessGroup]) -> None:
-    """End the threads of these groups: those whose members are all there are done in a moment, the others give up."""
-    found = [connecting.pop(group, None) for group in stopped]
-    connections = [connection for connection in found if connection is not None]
-    for connection in connections:
-        connection.cancelled.set()
-    end = time.monotonic() + _STOP_SECONDS
-    for connection in connections:
-        connection.thread.join(max(0.0, end - time.monotonic()))
-
-
-# A thread that is still in a call of torch when the interpreter ends would bring the process down with it.
-atexit.register(lambda: _stop_connecting(list(connecting)))
-
-
-class _Connection:
-    """The thread that connects one new group to its members as they come."""
-
-    def __init__(self, group: dist.ProcessGroup, store: dist.Store, ranks: list[int], timeout: timedelta) -> None:
-        self.finished = threading.Event()
-        self.cancelled = threading.Event()
-        self.error: str | None = None
-        self.thread = threading.Thread(target=self._run, args=(group, store, ranks, timeout), daemon=True)
-        store.set(_created_key(group.rank()), b"1")
-        self.thread.start()
-
-    def _run(self, group: dist.ProcessGroup, store: dist.Store, ranks: list[int], timeout: timedelta) -> None:
-        try:
-            if self._all_created(store, ranks, timeout):
-                _exchange_bytes(group)
-                with _creation_lock:  # The creating thread may not have entered it into the table yet.
-                    connecting.pop(group, None)
-            elif self.cancelled.is_set():
-                store.delete_key(_created_key(group.rank()))
-        except Exception as error:  # Raised to the user at the first use of the group.
-            self.error = f"the ranks of the group {ranks} could not be connected: {error}"
-        finally:
-            self.finished.set()
-
-    def _all_created(self, store: dist.Store, ranks: list[int], timeout: timedelta) -> bool:
-        keys = [_created_key(place) for place in range(len(ranks))]
-        end = time.monotonic() + timeout.total_seconds()
-        pause = 0.0005
-        while not store.check(keys):
-            if self.cancelled.is_set():
-                return False
-            if time.monotonic() > end:
-                absent = [rank for rank, key in zip(ranks, keys, strict=True) if not store.check([key])]
-                self.error = (
-                    f"the group {ranks} cannot be used: rank(s) {absent} did not create it within "
-                    f"{timeout.total_seconds():g} s; every member must call create_group({ranks})"
-                )
-                return False
-            self.cancelled.wait(pause)
-            pause = min(pause * 1.5, 0.05)
-        return True
-
-
-def _created_key(group_rank: int) -> str:
-    return f"created/{group_rank}"
-
-
-def _exchange_bytes(group: dist.ProcessGroup) -> None:
-    """Let every pair of members talk once, which makes their connection."""
-    peers = [peer for peer in range(group.size()) if peer != group.rank()]
-    sent, received = torch.zeros(1, dtype=torch.uint8), torch.zeros(group.size(), dtype=torch.uint8)
-    works = []
-    for peer in peers:
-        works.append(group.recv([received[peer : peer + 1]], peer, _CONNECT_TAG))
-        works.append(group.send([sent], peer, _CONNECT_TAG))
-    for work in works:
-        work.wait()
