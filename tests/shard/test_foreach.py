@@ -199,6 +199,12 @@ def test_norms_of_negative_order_with_an_empty_block() -> None:
     for order in (-2, -1.0, 1, 2, float("inf"), float("-inf")):
         for mine, want in zip(torch._foreach_norm(ours, order), torch._foreach_norm(values, order), strict=True):
             torch.testing.assert_close(mine.full_tensor(), want, msg=lambda text, o=order: f"order {o}: {text}")
+    second = []
+    for leaf in (values[0].clone().requires_grad_(), ours[0].detach().requires_grad_()):
+        (gradient,) = torch.autograd.grad(leaf.norm(-2), leaf, create_graph=True)
+        (gradient**2).sum().backward()
+        second.append(leaf.grad.full_tensor() if isinstance(leaf, hp.DTensor) else leaf.grad)
+    torch.testing.assert_close(*second)
 
 
 @run_on_ranks(2, 4)

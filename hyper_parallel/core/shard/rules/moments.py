@@ -104,10 +104,13 @@ class _JoinNorms(_platform.Function):  # type: ignore[name-defined]
         gradient, total = varied(gradient, group), varied(total, group)
         if p == 1:
             return gradient, None, None
-        # A zero has no gradient; where it makes the norm zero, for a negative p, nothing has.
-        is_zero = (own == 0) | (total == 0)
-        share = (own.masked_fill(is_zero, 1) / total.masked_fill(total == 0, 1)) ** (p - 1)
-        return gradient * share.masked_fill(is_zero, 0), None, None
+        # A zero has no gradient; where it makes the norm zero, for a negative p, nothing has. There infinity counts as
+        # nothing: it is the norm of a block without elements.
+        is_out = (own == 0) | (total == 0)
+        if p < 0:
+            is_out = is_out | (own == math.inf)
+        share = (own.masked_fill(is_out, 1) / total.masked_fill(total == 0, 1)) ** (p - 1)
+        return gradient * share.masked_fill(is_out, 0), None, None
 
 
 @rule("norm", "linalg_vector_norm", "linalg_norm")
