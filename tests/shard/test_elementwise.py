@@ -1,5 +1,7 @@
 """Element-wise operators and products under every layout."""
 
+import math
+
 import pytest
 import torch
 
@@ -13,6 +15,12 @@ BINARY = [
     Sample("mul", (tensor(5, 3), tensor(5, 3, seed=1))),
     Sample("mul", (tensor(5, 3), 3)),
     Sample("div", (tensor(4, 2), tensor(4, 2, seed=1, low=1.0))),
+    Sample("div", (tensor(4, 2), 4.0)),
+    Sample("div", (tensor(4, 2), 0)),
+    Sample("div", (tensor(4, 2), torch.tensor([0.0, 3.0], dtype=torch.float64)), gradients=False),
+    Sample("mul", (tensor(4, 2), math.inf), gradients=False),
+    Sample("_foreach_div", ([tensor(4, 2)], 0.0)),
+    Sample("_foreach_div", ([tensor(4, 2)], [2.0])),
     Sample("Tensor.__rsub__", (tensor(4, 2), 3.0)),
     Sample("isin", (torch.arange(15).reshape(5, 3), torch.tensor([13, 1, 5]))),
     Sample("isin", (torch.arange(6).reshape(2, 3), torch.arange(3, 9).reshape(2, 3).flip(0)), {"invert": True}),

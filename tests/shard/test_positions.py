@@ -110,6 +110,10 @@ REFUSALS = {
     "solve": lambda x: torch.linalg.solve(x, x),
     "eigh": lambda x: torch.linalg.eigh(x / x.sum((1, 2), keepdim=True)),
     "binary_cross_entropy": lambda x: F.binary_cross_entropy(x - 3 * (x.sum((1, 2), keepdim=True) == 0), x),
+    "floor_divide": lambda x: 6 // x.sum((1, 2)).long(),
+    "remainder": lambda x: (x.long() + 1) % x.sum((1, 2), keepdim=True).long(),
+    "rounded": lambda x: torch.div(x.long(), x.sum((1, 2), keepdim=True).long(), rounding_mode="trunc"),
+    "in place": lambda x: x.long().floor_divide_(x.sum((1, 2), keepdim=True).long()),
     "max_unpool2d": lambda x: F.max_unpool2d(x, (x.sum((1, 2), keepdim=True) == 0).long() * 40 + x.long(), 2),
 }
 
@@ -127,6 +131,9 @@ def test_a_block_that_is_refused_is_refused_on_every_rank() -> None:
             for layout in layouts_of(mesh, values, False):
                 found = _outcome(lambda x, _, run=run: run(x), hp.distribute_tensor(values, mesh, layout), None)
                 assert found is expected, f"{name} under {layout}: {found} instead of {expected}"
+    row = hp.distribute_tensor(torch.ones(1, 3, dtype=torch.int64), mesh, [hp.Shard(0)])  # nothing on the second rank
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        row // 0
 
 
 @run_on_ranks(2)

@@ -8,6 +8,7 @@ the next collective. So the ranks tell each other whether they have failed, and 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from hyper_parallel.core.shard.empty_blocks import block_tensors
@@ -17,8 +18,11 @@ from hyper_parallel.platform import get_platform
 _platform = get_platform()
 
 
-def with_agreed_errors(signature: Signature, host_only: bool = False) -> Signature:
-    """The signature of an operator that looks at values and may raise; ``host_only``: on the host only."""
+def with_agreed_errors(signature: Signature, may_fail: Callable[[LocalCall], bool] | None = None) -> Signature:
+    """The signature of an operator that looks at values and may raise; without ``may_fail`` always.
+
+    ``may_fail(call)`` must be the same on every rank.
+    """
     inner, needed = signature.local, signature.needs_local
 
     def run(call: LocalCall) -> Any:
@@ -27,7 +31,7 @@ def with_agreed_errors(signature: Signature, host_only: bool = False) -> Signatu
         return call.plain()
 
     def local(call: LocalCall) -> Any:
-        if host_only and not str(block_tensors(call)[0].device).lower().startswith("cpu"):
+        if may_fail is not None and not may_fail(call):
             return run(call)
         result, error = None, None
         try:
@@ -41,6 +45,11 @@ def with_agreed_errors(signature: Signature, host_only: bool = False) -> Signatu
         return bool(_cut_axes(call)) or (inner is not None and (needed is None or needed(call)))
 
     return dataclasses.replace(signature, local=local, needs_local=is_needed)
+
+
+def on_host(call: LocalCall) -> bool:
+    """Whether the operator runs on the host: a device's kernels report on their own."""
+    return str(block_tensors(call)[0].device).lower().startswith("cpu")
 
 
 def _cut_axes(call: LocalCall) -> tuple[int, ...]:

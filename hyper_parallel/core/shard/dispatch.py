@@ -33,7 +33,7 @@ from hyper_parallel.core.shard.mixing import (
 )
 from hyper_parallel.core.shard.plan_call import PlannedCall, plan_call
 from hyper_parallel.core.shard.random_ops import RANDOM_BODIES, RANDOM_OPS
-from hyper_parallel.core.shard.rule_table import depends_on_dtypes, find_rule, ignores_scalars
+from hyper_parallel.core.shard.rule_table import EXCEPTIONAL_NUMBERS, depends_on_dtypes, find_rule, ignores_scalars
 from hyper_parallel.core.shard.special_ops import SPECIAL_OPS
 from hyper_parallel.platform import get_platform
 
@@ -69,7 +69,7 @@ def intercept(kind: type, func: Callable[..., Any], types: Any, args: Any = (), 
             if type(first) is DTensor:
                 if type(second) is DTensor:
                     short = (func, first._layout, first._global_shape, second._layout, second._global_shape)
-                elif type(second) is float and func in _numbers_left_out:
+                elif type(second) is float and func in _numbers_left_out and second not in EXCEPTIONAL_NUMBERS:
                     short = (func, first._layout, first._global_shape, float)
                 elif type(second) is tuple:
                     short = _key_of_entries(func, first, second)
@@ -219,6 +219,8 @@ def _add_to_key(key: list[Any], value: Any, numbers: bool) -> None:
         key += bounds
     elif not numbers and (kind is float or kind is int):
         key.append(kind)
+        if value in EXCEPTIONAL_NUMBERS:
+            key.append(value)
     elif kind is int:
         key.append(value)
     elif _platform.is_tensor(value):

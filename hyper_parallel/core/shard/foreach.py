@@ -148,6 +148,12 @@ def _with_whole_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
     return tuple(map(whole, args)), {key: whole(value) for key, value in kwargs.items()}
 
 
+def _has_no_zero(value: Any) -> bool:
+    """Whether a number, or all of a list, is known not to be zero."""
+    numbers = value if isinstance(value, (list, tuple)) else [value]
+    return all(isinstance(number, (int, float, complex)) and number != 0 for number in numbers)
+
+
 class _Together:
     """Lists in which every position was brought to one layout."""
 
@@ -159,6 +165,8 @@ class _Together:
         self._base = base
         self._writes = name.endswith("_")
         self._moved: list[tuple[DTensor, DTensor]] = []  # (the tensor that is to be written, what was written instead)
+        # See Note [inf - inf].
+        self._may_be_infinite = base == "div" and not all(map(_has_no_zero, (*args[1:], *kwargs.values())))
         self._has_number = any(not _is_tensor_list(value) for value in (*args[1:], *kwargs.values()))
         positions = [self._bring_together(position) for position in zip(*columns, strict=True)]
         self.columns = [list(column) for column in zip(*positions, strict=True)]
@@ -205,7 +213,7 @@ class _Together:
             return False  # the parts of a sum do not round as the sum does
         if self._base in _LINEAR_TOGETHER:
             return len(tensors) == 2 and (not self._has_number or self._base in ("add", "sub"))
-        return self._base in _LINEAR_BY_NUMBERS and len(tensors) == 1
+        return self._base in _LINEAR_BY_NUMBERS and len(tensors) == 1 and not self._may_be_infinite
 
     def _move(self, tensor: DTensor, target: Layout, number: int) -> DTensor:
         if tensor._layout is target:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 from hyper_parallel.core.shard.signature import OpCall, Signature
 
 Rule = Callable[[OpCall], "Signature | None"]
+
+# The numbers that every rule sees: an operator that is linear otherwise may not be with them.
+EXCEPTIONAL_NUMBERS = frozenset({0, math.inf, -math.inf})
 
 _rules: dict[str, Rule] = {}
 _scalars_ignored: set[str] = set()
@@ -18,9 +22,9 @@ _function_rules: dict[Callable[..., Any], Rule] = {}
 def rule(*names: str, ignores_scalars: bool = False, by_dtype: bool = False) -> Callable[[Rule], Rule]:
     """Register a rule for operators: a function from an :class:`OpCall` to a :class:`Signature`, or None for "gather".
 
-    With ``ignores_scalars`` the answer does not depend on the values of numbers among the arguments, only on which
-    arguments are numbers, so that calls with ever new numbers find their way at once. With ``by_dtype`` the answer
-    depends on the dtypes of the tensors, not only on their layouts and shapes.
+    With ``ignores_scalars`` the answer does not depend on the values of numbers among the arguments, except 0 and
+    infinite ones, only on which arguments are numbers: calls with ever new numbers find their way at once. With
+    ``by_dtype`` the answer depends on the dtypes of the tensors, not only on their layouts and shapes.
     """
 
     def register(function: Rule) -> Rule:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+from hyper_parallel.core.shard.agreed_errors import on_host, with_agreed_errors
+from hyper_parallel.core.shard.empty_blocks import block_tensors
 from hyper_parallel.core.shard.rule_table import rule
 from hyper_parallel.core.shard.signature import LocalCall, OpCall, Signature, TensorSpec, broadcast_labels, letters
 from hyper_parallel.platform import get_platform
@@ -14,15 +17,13 @@ _platform = get_platform()
 _JOINTLY_LINEAR = ("add", "sub", "rsub", "lerp")
 # Linear in each operand while the others are fixed.
 _EACH_LINEAR = ("mul",)
-# Linear in the first operand while the others are fixed.
-_FIRST_LINEAR = ("div", "rdiv")
 _LINEAR = ("neg", "positive", "alias", "clone", "detach", "contiguous", "real", "imag", "conj", "conj_physical")
 
 _NON_LINEAR = (
     *("abs", "acos", "acosh", "addcdiv", "addcmul", "angle", "asin", "asinh", "atan", "atan2", "atanh"),
     *("bitwise_and", "bitwise_left_shift", "bitwise_not", "bitwise_or", "bitwise_right_shift", "bitwise_xor"),
     *("ceil", "celu", "clamp", "clamp_max", "clamp_min", "copysign", "cos", "cosh", "deg2rad", "digamma", "elu", "eq"),
-    *("erf", "erfc", "erfinv", "exp", "exp2", "expm1", "float_power", "floor", "floor_divide", "fmax", "fmin", "fmod"),
+    *("erf", "erfc", "erfinv", "exp", "exp2", "expm1", "float_power", "floor", "fmax", "fmin"),
     *(
         "frac",
         "gcd",
@@ -40,11 +41,11 @@ _NON_LINEAR = (
     *("isclose", "isfinite", "isinf", "isnan", "isneginf", "isposinf", "isreal", "lcm", "ldexp", "le"),
     *("leaky_relu", "lgamma", "log", "log10", "log1p", "log2", "log_sigmoid", "logaddexp", "logaddexp2", "logical_and"),
     *("logical_not", "logical_or", "logical_xor", "logit", "lt", "masked_fill", "maximum", "minimum", "mish", "ne"),
-    *("nan_to_num", "nextafter", "polygamma", "pow", "rad2deg", "reciprocal", "relu", "relu6", "remainder", "round"),
+    *("nan_to_num", "nextafter", "polygamma", "pow", "rad2deg", "reciprocal", "relu", "relu6", "round"),
     *("rpow", "rsqrt", "selu", "sgn", "sigmoid", "sign", "signbit", "silu", "sin", "sinc", "sinh", "softplus"),
     *("softshrink", "sqrt", "square", "tan", "tanh", "threshold", "trunc", "where", "xlogy", "special_xlog1py"),
     *("special_entr", "special_i0e", "special_i1", "special_i1e", "special_ndtr", "special_ndtri", "special_zeta"),
-    *("special_log_ndtr", "special_erfcx", "special_bessel_j0", "special_bessel_j1", "rfloor_divide", "rremainder"),
+    *("special_log_ndtr", "special_erfcx", "special_bessel_j0", "special_bessel_j1"),
     *("special_bessel_y0", "special_bessel_y1", "special_airy_ai", "special_spherical_bessel_j0", "igamma", "igammac"),
     *(f"special_{scaled}modified_bessel_k{order}" for scaled in ("", "scaled_") for order in (0, 1)),
     *("special_modified_bessel_i0", "special_modified_bessel_i1", "mvlgamma", "polar", "frexp"),
@@ -98,18 +99,43 @@ def each_linear(call: OpCall) -> Signature:
     inputs, output = _labels(call)
     same_tensor = len(call.tensors) == 2 and call.tensors[0] is call.tensors[1]
     alone = tuple(frozenset({index}) for index in range(len(call.tensors)))
-    return Signature(inputs, (output,), linear=() if same_tensor else alone)
+    return Signature(inputs, (output,), linear=() if same_tensor or _number(call) in _INFINITE else alone)
 
 
-@rule(*_FIRST_LINEAR, ignores_scalars=True)
-def first_linear(call: OpCall) -> Signature:
+# Note [inf - inf]
+# The parts of a pending sum may have other signs than the sum. Divided by zero, or times infinity, they become inf and
+# -inf, and their sum NaN where that of one device is infinite. So the sum is done first where a number is 0 or infinite
+# (the only values that a rule with ``ignores_scalars`` sees), and always before it is divided by a tensor.
+_INFINITE = (math.inf, -math.inf)
+
+
+def _number(call: OpCall) -> Any:
+    """The second operand if it is a number."""
+    other = call.bind("input", "other").get("other")
+    return other if isinstance(other, (int, float, complex)) else None
+
+
+@rule("div", "rdiv", ignores_scalars=True)
+def division(call: OpCall) -> Signature:
     inputs, output = _labels(call)
-    divides = (
-        call.name in ("div", "div_")
-        and isinstance(call.bind("input")["input"], TensorSpec)
-        and not call.kwargs.get("rounding_mode")
-    )
-    return Signature(inputs, (output,), linear=(frozenset({0}),) if divides else ())
+    if call.kwargs.get("rounding_mode"):
+        return whole_division(call)
+    is_linear = call.name.startswith("div") and _number(call)
+    return Signature(inputs, (output,), linear=(frozenset({0}),) if is_linear else ())
+
+
+@rule("floor_divide", "fmod", "remainder", "rfloor_divide", "rremainder", ignores_scalars=True)
+def whole_division(call: OpCall) -> Signature:
+    """A zero that divides whole numbers is refused, on the host, by the rank that has it."""
+    inputs, output = _labels(call)
+    found = Signature(inputs, (output,))
+    is_by_number = _number(call) and call.name not in ("rfloor_divide", "rremainder")
+    return found if is_by_number else with_agreed_errors(found, _divides_whole_numbers)
+
+
+def _divides_whole_numbers(call: LocalCall) -> bool:
+    kinds = [_platform.dtype_name(tensor.dtype) for tensor in block_tensors(call)]
+    return on_host(call) and all(kind.startswith(("int", "uint", "bool")) for kind in kinds)
 
 
 @rule("copy_", ignores_scalars=True, by_dtype=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
-from hyper_parallel.core.shard.agreed_errors import with_agreed_errors
+from hyper_parallel.core.shard.agreed_errors import on_host, with_agreed_errors
 from hyper_parallel.core.shard.rule_table import rule
 from hyper_parallel.core.shard.rules.cut_letters import arguments, call_with, is_cut, num_elements
 from hyper_parallel.core.shard.rules.positions import with_checked_positions
@@ -90,7 +90,7 @@ def loss_of_elements(call: OpCall) -> Signature | None:
     inputs = broadcast_labels([spec.shape for spec in call.tensors], shape)
     found = _with_mean(inputs, letters(len(shape)), reduction, shape, names)
     # On the host it refuses probabilities outside of [0, 1].
-    return with_agreed_errors(found, host_only=True) if call.name == "binary_cross_entropy" else found
+    return with_agreed_errors(found, on_host) if call.name == "binary_cross_entropy" else found
 
 
 @rule(*_ROWS)
