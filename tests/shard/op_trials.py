@@ -1,9 +1,10 @@
 """Trying one operator of PyTorch's database: its samples with each tensor under a random layout, against one device.
 
 An operator has several *forms*: the function, the method, Python's operator, the function with all arguments by
-keyword, the one that writes into its first argument, the one that writes into ``out=``. Values, gradients, shapes,
-dtypes and what was written into are compared; in the form ``errors`` the samples are wrong calls, which must raise on
-every rank.
+keyword, the one that writes into its first argument, the one that writes into ``out=``; and the function with blocks
+that are not contiguous, with gradients for some of the tensors only, and with gradients of gradients. Values,
+gradients, shapes, dtypes and what was written into are compared; in the form ``errors`` the samples are wrong calls,
+which must raise on every rank.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ UNDETERMINED = {
 }
 DTYPES = (torch.float64, torch.float32, torch.complex128, torch.int64, torch.bool)  # the most telling one first
 MAX_NUMEL = 20_000
-FORMS = ("function", "method", "operator", "keywords", "in_place", "out", "errors")
+ALIKE = ("function", "keywords", "strided", "some_gradients", "second_gradients")  # the function itself
+FORMS = (*ALIKE, "method", "operator", "in_place", "out", "errors")
 
 
 @dataclass
@@ -113,6 +115,8 @@ def _check(info: Any, mesh: Any, trial: Trial) -> Outcome:
         tensors = tensors_in((sample.input, sample.args, sample.kwargs))
         if not tensors or any(t.numel() > MAX_NUMEL or t.layout is not torch.strided for t in tensors):
             continue
+        if trial.form == "some_gradients":
+            tensors = [tensor.detach() if pick.random() < 0.5 else tensor for tensor in tensors]
         one = _OneSample(name, call, sample, tensors, gradients, mesh, trial.form, info.name in UNDETERMINED)
         try:
             one.run_plain()
@@ -148,9 +152,9 @@ def _dtype(info: Any, trial: Trial) -> torch.dtype | None:
 
 
 def _form(info: Any, form: str) -> Callable[..., Any] | None:
+    if form in ALIKE:
+        return info.op
     return {
-        "function": info.op,
-        "keywords": info.op,
         "errors": info.op if info.error_inputs_func is not None else None,
         "method": info.method_variant,
         "operator": info.operator_variant,
@@ -235,6 +239,8 @@ class _OneSample:
         if self.form == "keywords":
             self._find_names()
         fresh = [_fresh(tensor) for tensor in self.tensors]
+        if self.form == "strided":
+            fresh = [_strided(tensor) for tensor in fresh]
         if self.form == "out":
             fresh = [tensor.detach() for tensor in fresh]
             result = self._called(fresh)
@@ -255,6 +261,8 @@ class _OneSample:
 
     def compare(self, layouts: list[Any], pick: random.Random) -> str:
         ours = [spread(_fresh(t), layout) for t, layout in zip(self.tensors, layouts, strict=True)]
+        if self.form == "strided":
+            ours = [_with_strided_block(tensor) for tensor in ours]
         outs = []
         if self.form == "out":
             ours = [tensor.detach() for tensor in ours]
@@ -305,7 +313,12 @@ class _OneSample:
             result = [result, outs]
         leaves = _leaves(result)
         if self.gradients and self.form != "errors":
-            _backward(tensors_in(self.sample.output_process_fn_grad(result)))
+            outputs = tensors_in(self.sample.output_process_fn_grad(result))
+            wanted = [tensor for tensor in tensors if tensor.requires_grad and tensor.is_leaf]
+            if self.form == "second_gradients" and wanted and (loss := _loss(outputs)) is not None:
+                first = torch.autograd.grad(loss, wanted, create_graph=True, allow_unused=True)
+                outputs = [gradient for gradient in first if gradient is not None]
+            _backward(outputs)
         return leaves, [tensor.grad if tensor.is_leaf else None for tensor in tensors]
 
     def _difference(self, ours: list[Any]) -> str:
@@ -333,7 +346,27 @@ class _OneSample:
         return ""
 
 
+def _strided(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values in every second element of the memory, in the other order of dims."""
+    memory = torch.empty((*reversed(tensor.shape), 2), dtype=tensor.dtype)[..., 0]
+    laid = memory.permute(*reversed(range(tensor.ndim)))
+    return laid.copy_(tensor.detach()).requires_grad_(tensor.requires_grad)
+
+
+def _with_strided_block(tensor: Any) -> Any:
+    block = _strided(tensor.detach().to_local())
+    made = hp.DTensor.from_local(block, tensor.device_mesh, tensor.layout, shape=tuple(tensor.shape))
+    return made.requires_grad_(tensor.requires_grad)
+
+
 def _backward(outputs: list[Any]) -> None:
+    loss = _loss(outputs)
+    if loss is not None:
+        loss.backward()
+
+
+def _loss(outputs: list[Any]) -> Any:
+    """A number that all elements matter to; None if none has a gradient."""
     whole = [out.full_tensor() if isinstance(out, hp.DTensor) else out for out in outputs]
     terms = []
     for number, out in enumerate(whole):
@@ -341,8 +374,7 @@ def _backward(outputs: list[Any]) -> None:
             weight = torch.rand(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
             term = (out * weight.to(out.dtype)).sum()
             terms.append(term.real + term.imag if term.is_complex() else term)
-    if terms:
-        sum(terms).backward()
+    return sum(terms) if terms else None
 
 
 def _leaves(tree: Any) -> list[Any]:
