@@ -61,7 +61,7 @@ RESAMPLING = [
     ids=["convolutions", "more_convolutions", "pools", "resampling"],
 )
 def test_same_as_one_device(worlds, samples: list[Sample]) -> None:
-    assert_valid(worlds, samples, most=25)
+    assert_valid(worlds, samples)
 
 
 @run_on_ranks(2)

@@ -43,7 +43,7 @@ CONVERT = [
 
 @pytest.mark.parametrize("samples", [LIKE, CONVERT], ids=["like", "convert"])
 def test_same_as_one_device(worlds, samples: list[Sample]) -> None:
-    assert_valid(worlds, samples, most=12)
+    assert_valid(worlds, samples)
 
 
 @run_on_ranks(2)

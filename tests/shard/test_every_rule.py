@@ -1,6 +1,7 @@
 """Every rule of the table has a sample that the validator tries: here are those that no family's own test has."""
 
 import importlib
+import random
 import warnings
 from pathlib import Path
 
@@ -9,8 +10,8 @@ import torch
 
 import hyper_parallel as hp
 from hyper_parallel.core.shard.rule_table import rule_names
-from tests.shard.choices import planned_calls
-from tests.shard.validator import Sample, _replace, assert_valid, tensor, tensors_in
+from tests.shard.choices import choices_under, every_choice, planned_calls
+from tests.shard.validator import Sample, _calls_of, _replace, assert_valid, layouts_of, tensor, tensors_in
 
 F = "nn.functional"
 INSIDE = {"low": 0.1, "high": 0.9}  # where every function below is smooth
@@ -239,6 +240,26 @@ def names_with_a_sample() -> set[str]:
             name = hp.get_platform().get_op_name(func)
             names |= {name, name.removesuffix("_")}
     return names
+
+
+def test_the_planner_makes_no_choice_that_is_not_run() -> None:
+    """Under layouts that are drawn; what is run is found without planning, see ``choices``."""
+    mesh = hp.init_device_mesh("cpu", (2, 2), rank_list=range(4), init_backend=False)
+    pick = random.Random(0)
+    warnings.simplefilter("ignore")
+    num_covered = 0
+    for sample in all_samples()[::7]:
+        tensors = tensors_in((sample.args, sample.kwargs))
+        layouts = [layouts_of(mesh, value, value.is_floating_point()) for value in tensors]
+        calls = _calls_of(sample, tensors, mesh)
+        runs = every_choice(calls[0], layouts) if len(calls) == 1 else None
+        if runs is None:
+            continue
+        num_covered += 1
+        drawn = {tuple(map(pick.choice, layouts)) for _ in range(5)}
+        missing = choices_under(calls[0], drawn) - choices_under(calls[0], runs)
+        assert not missing, f"{sample}: {missing}"
+    assert num_covered > 130
 
 
 def test_no_rule_is_without_a_sample(worlds) -> None:

@@ -193,7 +193,7 @@ FAMILIES = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_same_as_one_device(worlds, family: str) -> None:
-    assert_valid(worlds, FAMILIES[family], most=12)
+    assert_valid(worlds, FAMILIES[family])
 
 
 @pytest.mark.parametrize("bounds", [(0, 7, 1), (1, 6, 2), (2, 7, 3), (5, 2, 1), (6, 7, 1)])

@@ -88,7 +88,7 @@ ELEMENTS = [
     *(Sample("nn.functional.kl_div", (tensor(5, 3), UNIT), {"reduction": how}) for how in (*REDUCTIONS, "batchmean")),
     Sample("nn.functional.kl_div", (tensor(5, 3), tensor(5, 3, seed=1)), {"reduction": "sum", "log_target": True}),
     Sample("nn.functional.poisson_nll_loss", (tensor(5, 3), UNIT), {"full": True}),
-    Sample("nn.functional.gaussian_nll_loss", (tensor(5, 3), tensor(5, 3, seed=1), UNIT)),
+    Sample("nn.functional.gaussian_nll_loss", (tensor(5), tensor(5, seed=1), UNIT[:, 0])),
     Sample("nn.functional.soft_margin_loss", (tensor(5, 3), tensor(5, 3, seed=1).sign()), gradients=False),
     Sample("nn.functional.hinge_embedding_loss", (tensor(5, 3), tensor(5, 3, seed=1).sign().long()), {"margin": 0.5}),
     Sample(
@@ -118,17 +118,15 @@ ROWS = [
     *(Sample("nn.functional.multi_margin_loss", (LOGITS, TARGET), {"reduction": how}) for how in REDUCTIONS),
     Sample(weighted_rows, (LOGITS, TARGET, tensor(4, low=0.5)), {"p": 2, "margin": 0.5}),
     Sample("nn.functional.multilabel_margin_loss", (LOGITS, torch.tensor([[0, 2, -1, -1]] * 5))),
-    Sample("nn.functional.multilabel_soft_margin_loss", (LOGITS, (PROBABILITIES > 0.25).double())),
-    Sample(
-        "nn.functional.triplet_margin_with_distance_loss", (tensor(5, 3), tensor(5, 3, seed=1), tensor(5, 3, seed=2))
-    ),
+    Sample("nn.functional.multilabel_soft_margin_loss", (LOGITS, (PROBABILITIES > 0.25).long())),
+    Sample("nn.functional.triplet_margin_with_distance_loss", (tensor(5), tensor(5, seed=1), tensor(5, seed=2))),
 ]
 FAMILIES = {"cross_entropy": CROSS_ENTROPY, "elements": ELEMENTS, "rows": ROWS}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_same_as_one_device(worlds, family: str) -> None:
-    assert_valid(worlds, FAMILIES[family], most=10)
+    assert_valid(worlds, FAMILIES[family])
 
 
 @run_on_ranks(2)

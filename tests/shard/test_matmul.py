@@ -107,7 +107,7 @@ MATRICES = [
     ids=["products", "more_products", "with_terms", "more_with_terms", "einsum", "matrices"],
 )
 def test_same_as_one_device(worlds, samples: list[Sample]) -> None:
-    assert_valid(worlds, samples, most=25)
+    assert_valid(worlds, samples)
 
 
 @run_on_ranks(2)

@@ -28,7 +28,7 @@ ORDER = [
 STRETCH = [
     Sample("Tensor.expand", (tensor(5, 1), 2, -1, 3)),
     Sample("Tensor.expand", (tensor(5, 3), (5, 3))),
-    Sample("Tensor.expand_as", (tensor(5, 1), tensor(2, 5, 3))),
+    Sample("Tensor.expand_as", (tensor(5, 1), tensor(5, 3, dtype=torch.int64))),
     Sample("broadcast_to", (tensor(3), (5, 3))),
     Sample("broadcast_tensors", (tensor(5, 1), tensor(3, seed=1))),
     Sample("Tensor.repeat", (tensor(5, 3), 2, 1, 2)),
@@ -111,7 +111,7 @@ FAMILIES = {"order": ORDER, "stretch": STRETCH, "join": JOIN, "split": SPLIT, "m
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_same_as_one_device(worlds, family: str) -> None:
-    assert_valid(worlds, FAMILIES[family], most=12)
+    assert_valid(worlds, FAMILIES[family])
 
 
 @run_on_ranks(2)

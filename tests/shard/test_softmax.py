@@ -52,7 +52,7 @@ SAMPLES = [
 
 
 def test_same_as_one_device(worlds) -> None:
-    assert_valid(worlds, SAMPLES, most=20)
+    assert_valid(worlds, SAMPLES)
 
 
 @run_on_ranks(2)

@@ -2,14 +2,15 @@
 
 A :class:`Sample` is one call on small tensors. :func:`validate` runs on every rank of a world: it takes the call's
 tensors through all layouts of the mesh, and compares this rank's block of the result and of the gradients of all inputs
-with the plain call. Where there are many combinations, one is run for each choice that the planner can make (see
-``choices``), and some more by chance. It returns what went wrong on this rank, as text.
+with the plain call. Where there are many combinations, one is run for each choice that the planner can make, which
+covers them all: see Note [All layouts without running them all]. It returns what went wrong on this rank, as text.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import os
 import random
 import traceback
 import warnings
@@ -21,7 +22,11 @@ import torch
 
 import hyper_parallel as hp
 from hyper_parallel.core.dtensor.layout import Layout
-from tests.shard.choices import every_choice, planned_calls
+from hyper_parallel.platform import get_platform
+from tests.shard.choices import every_choice, looking_only_when_planned, planned_calls
+
+# HYPER_PARALLEL_VALIDATE=6000 runs all combinations of samples that have up to 6000, whatever stands for them.
+RUN_ALL_UP_TO = int(os.environ.get("HYPER_PARALLEL_VALIDATE", 0))
 
 
 @dataclass(frozen=True)
@@ -88,52 +93,47 @@ def _can_be_partial(tensor: torch.Tensor) -> bool:
 
 
 def validate(
-    samples: Sequence[Sample], mesh_shape: tuple[int, ...], most: int = 400, tolerance: float = 1e-9, seed: int = 0
+    samples: Sequence[Sample], mesh_shape: tuple[int, ...], most: int = 12, tolerance: float = 1e-9
 ) -> list[str]:
     """Runs on every rank; what was wrong, one line per sample and layouts.
 
-    Up to ``most`` combinations of layouts are all run; of more, one for each choice and ``BY_CHANCE`` others.
+    Up to ``most`` combinations of layouts are all run; of more, those that lead to every choice, and one by chance.
     """
     warnings.simplefilter("ignore")
     mesh = hp.init_device_mesh("cpu", mesh_shape, mesh_dim_names=("x", "y", "z")[: len(mesh_shape)])
     wrong: list[str] = []
-    for sample in samples:
-        tensors = tensors_in((sample.args, sample.kwargs))
-        choices = [layouts_of(mesh, tensor, _can_be_partial(tensor)) for tensor in tensors]
-        combinations = _combinations(sample, tensors, choices, mesh, most, f"{seed}{sample}")
-        expected = _run_plain(sample, tensors)
-        for layouts in combinations:
-            complaint = _compare(sample, tensors, layouts, mesh, expected, tolerance)
-            if complaint and len(wrong) < 20:  # the other ranks go on, so this one must too
-                wrong.append(f"{sample} under {', '.join(map(str, layouts))}: {complaint}")
+    with looking_only_when_planned():
+        for sample in samples:
+            tensors = tensors_in((sample.args, sample.kwargs))
+            choices = [layouts_of(mesh, tensor, _can_be_partial(tensor)) for tensor in tensors]
+            expected = _run_plain(sample, tensors)
+            for layouts in _combinations(sample, tensors, choices, mesh, most):
+                complaint = _compare(sample, tensors, layouts, mesh, expected, tolerance)
+                if complaint and len(wrong) < 20:  # the other ranks go on, so this one must too
+                    wrong.append(f"{sample} under {', '.join(map(str, layouts))}: {complaint}")
     return wrong
 
 
-BY_CHANCE = 6
-
-
 def _combinations(
-    sample: Sample, tensors: list[torch.Tensor], choices: list[list[Layout]], mesh: Any, most: int, seed: str
+    sample: Sample, tensors: list[torch.Tensor], choices: list[list[Layout]], mesh: Any, most: int
 ) -> list[tuple[Layout, ...]]:
-    """The combinations of layouts to run."""
-    if math.prod(map(len, choices)) <= most:
-        return list(itertools.product(*choices))
-    pick = random.Random(seed)
-    covered = None
-    calls = _rule_calls(sample, tensors, mesh)
-    if len(calls) == 1:
-        covered = every_choice(calls[0], choices, seed)
-    count = BY_CHANCE if covered is not None else 4 * BY_CHANCE
-    return [*(covered or []), *(tuple(map(pick.choice, choices)) for _ in range(count))]
+    """The combinations of layouts to run: all, or those that stand for all."""
+    if math.prod(map(len, choices)) > max(most, RUN_ALL_UP_TO):
+        calls = _calls_of(sample, tensors, mesh)
+        covering = every_choice(calls[0], choices) if len(calls) == 1 else None
+        if covering is not None:
+            return [*covering, tuple(map(random.Random(str(sample)).choice, choices))]
+    return list(itertools.product(*choices))
 
 
-def _rule_calls(sample: Sample, tensors: list[torch.Tensor], mesh: Any) -> list[tuple[Any, ...]]:
-    """The calls with a rule that a sample comes down to."""
+def _calls_of(sample: Sample, tensors: list[torch.Tensor], mesh: Any) -> list[tuple[Any, ...]]:
+    """The calls of operators that a sample comes down to; copies that it makes of its tensors lie as they do."""
     whole = [hp.distribute_tensor(tensor.detach().clone(), mesh, None) for tensor in tensors]
     args, kwargs = _replace((sample.args, sample.kwargs), whole)
-    with planned_calls() as calls, torch.no_grad():
+    with planned_calls(gathered=True) as calls, torch.no_grad():
         sample.function()(*args, **kwargs)
-    return calls
+    others = [call for call in calls if get_platform().get_op_name(call[0]) != "clone"]
+    return others or calls
 
 
 def _leaf(tensor: torch.Tensor, gradients: bool) -> torch.Tensor:
@@ -259,9 +259,9 @@ def tensor(
     return values.to(dtype)
 
 
-def assert_valid(worlds: Any, samples: Sequence[Sample], most: int = 20) -> None:
-    """Validate samples on a mesh of 2 ranks and one of 2 x 2 ranks, where up to ``most`` combinations are all run."""
+def assert_valid(worlds: Any, samples: Sequence[Sample]) -> None:
+    """Validate samples on a mesh of 2 ranks and one of 2 x 2 ranks."""
     for size, shape in ((2, (2,)), (4, (2, 2))):
-        answers = worlds(size, timeout=900).run(validate, list(samples), shape, 400 if size == 2 else most)
+        answers = worlds(size, timeout=900).run(validate, list(samples), shape)
         for rank, wrong in enumerate(answers):
             assert not wrong, f"{len(wrong)} wrong on rank {rank} of {shape}:\n" + "\n".join(wrong)

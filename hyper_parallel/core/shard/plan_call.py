@@ -67,7 +67,12 @@ def describe_call(
 
 def choose_for(call: OpCall, signature: Signature) -> Choice | None:
     """The cheapest choice for a call; None when a tensor that it writes into would have to lie otherwise."""
-    return choose(call, signature, 0 if _is_in_place(call) else signature.writes)
+    return choose(call, signature, written_input(call, signature))
+
+
+def written_input(call: OpCall, signature: Signature) -> int | None:
+    """Which of the tensors the operator writes into, if any."""
+    return 0 if _is_in_place(call) else signature.writes
 
 
 def _is_in_place(call: OpCall) -> bool:
@@ -176,7 +181,7 @@ class PlannedCall:
         self.paths = paths
         self.choice = choice
         self.local = signature.local
-        self.writes = signature.writes is not None or _is_in_place(call)
+        self.writes = written_input(call, signature) is not None
         self.shapes = tuple(spec.shape for spec in call.tensors)
         # (path, wanted layout, axes to vary along, whether it must move) of the arguments that do not go in as they are
         self.changes = [
