@@ -44,8 +44,8 @@ class Stuck(FileAgreement):
     """Never writes a file whose name starts in a certain way, and says so instead."""
 
     def __init__(self, directory, rank, name, connection):
-        super().__init__(directory, rank, 2)
         self._stuck_at, self._connection = name, connection
+        super().__init__(directory, rank, 2)
 
     def _put(self, name, value):
         if name.startswith(self._stuck_at):
@@ -90,6 +90,17 @@ def test_a_rank_that_ends_is_missed_at_once(tmp_path, stuck):
     assert "counting failed on rank 1: it is gone (the process of rank 1 has ended without writing" in found
     assert "report-" in found
     assert not (tmp_path / "a").exists()
+
+    # Also one that ends in its work, before it has anything to report, and before the coordinator looks for it.
+    coordinator = FileAgreement(tmp_path / "c", 0, 2)
+    context = multiprocessing.get_context("fork")
+    process = context.Process(target=lambda: FileAgreement(tmp_path / "c", 1, 2).round("counting", signal.pause))
+    process.start()
+    while not (tmp_path / "c" / "hello-1").exists():
+        time.sleep(0.005)
+    kill(process)
+    assert "counting failed on rank 1: it is gone (the process of rank 1 has ended" in str(agree(coordinator))
+    assert not (tmp_path / "c").exists()
 
     for name in ("opening", "verdict"):
         process, said = stuck(tmp_path / "b", 0, name, wait=False)
@@ -142,6 +153,22 @@ def test_who_never_comes_is_named_with_the_file(tmp_path, monkeypatch):
     monkeypatch.setattr(file_agreement, "hold_lock", lambda path: None)
     coordinator = InThread(FileAgreement(tmp_path / "c", 0, 2))
     assert agree(FileAgreement(tmp_path / "c", 1, 2)) == coordinator.outcome() == 1
+
+
+def test_one_meeting_after_the_other_in_one_place(tmp_path):
+    """The end of one removes nothing of the next, for which some ranks have come already."""
+    directory = tmp_path / "a"
+    first = [FileAgreement(directory, rank, 3) for rank in range(3)]
+    threads = [InThread(agreement) for agreement in first[1:]]
+    assert first[0].round("counting", lambda: 0, sum) == 3
+    assert [thread.outcome() for thread in threads] == [3, 3]
+    early = FileAgreement(directory, 1, 3)
+    first[0].close()
+    assert {path.name.partition("-")[0] for path in directory.iterdir()} == {"hello", "alive"}
+    threads = [InThread(early), InThread(FileAgreement(directory, 2, 3))]
+    assert agree(FileAgreement(directory, 0, 3)) == 3
+    assert [thread.outcome() for thread in threads] == [3, 3]
+    assert not directory.exists()
 
 
 def test_locks_that_end_with_their_process(tmp_path):

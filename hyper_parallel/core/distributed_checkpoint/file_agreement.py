@@ -74,6 +74,10 @@ class FileAgreement(Agreement):
         self._lock: int | None = None
         self._hellos: dict[int, Hello] = {}
         self._lost: dict[int, LostRankError] = {}
+        # At once, before any work: whoever ends from now on is missed, and who has ended before is of an older run.
+        self._older = {rank: hello for rank, hello in self._heard().items() if self._is_over(hello)}
+        self._own = self._hello()
+        self._put(*self._greeting())
 
     def _gather(self, report: Report) -> list[Report] | None:
         self._round += 1
@@ -97,12 +101,30 @@ class FileAgreement(Agreement):
         """The last verdict has been given: the coordinator removes the files once everyone has read theirs."""
         if self._meeting is not None and self.is_coordinator:
             self._collect(f"report-{self._meeting}-bye")
-            shutil.rmtree(self._directory, ignore_errors=True)
+            self._clear()
         elif self._meeting is not None:
             self._put(f"report-{self._meeting}-bye-{self.rank}", Report(None))
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+    def _clear(self) -> None:
+        """Remove what this meeting has written, and all else, unless somebody has come for the next one already."""
+        for rank, hello in self._hellos.items():
+            if self._get(f"hello-{rank}") == hello:
+                self._unlink(f"hello-{rank}")
+        for hello in (self._own, *self._hellos.values()):
+            if hello.lock is not None:
+                self._unlink(hello.lock)
+        self._unlink("opening")
+        for path in self._directory.glob(f"*-{self._meeting}-*"):
+            self._unlink(path.name)
+        if not any(map(is_held, self._directory.glob(f"{ALIVE}*"))):
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _unlink(self, name: str) -> None:
+        with contextlib.suppress(OSError):
+            os.unlink(self._directory / name)
 
     # ---------------------------------------------------------------- meeting
 
@@ -110,18 +132,16 @@ class FileAgreement(Agreement):
         if not self.is_coordinator:
             self._meeting = self._await_opening()
             return
-        own = self._hello()
+        own = self._own
         self._meeting = own.number
-        self._put("opening", Opening(own, {}))
         deadline = time.monotonic() + self._timeout
         while True:
-            heard = {rank: self._get(f"hello-{rank}") for rank in range(1, self.world_size)}
-            if [rank for rank, hello in heard.items() if self._has_come(rank, hello)]:
+            if [rank for rank, hello in self._heard().items() if self._has_come(rank, hello)]:
                 self._put("opening", Opening(own, self._hellos))
             # Its first report says that a rank has seen this opening.
             waiting = {
                 rank: f"report-{own.number}-1-{rank}"
-                for rank in heard
+                for rank in range(1, self.world_size)
                 if not self._has_ended(rank) and not (self._directory / f"report-{own.number}-1-{rank}").exists()
             }
             if not waiting:
@@ -132,12 +152,11 @@ class FileAgreement(Agreement):
             time.sleep(_PAUSE)
 
     def _await_opening(self) -> str:
-        hello = self._hello()
-        self._put(f"hello-{self.rank}", hello)
+        hello = self._own
         deadline = time.monotonic() + self._timeout
         while True:
             if not (self._directory / f"hello-{self.rank}").exists():
-                self._put(f"hello-{self.rank}", hello)  # The end of an older run has removed it.
+                self._put(*self._greeting())  # The end of an older run has removed it.
             has_ended = self._has_ended(COORDINATOR)
             opening = self._get("opening")
             if opening is not None:
@@ -150,9 +169,17 @@ class FileAgreement(Agreement):
                 raise self._missing(COORDINATOR, "opening")
             time.sleep(_PAUSE)
 
-    def _has_come(self, rank: int, hello: Hello | None) -> bool:
-        """Take note of a hello that is new and not one that somebody left who has ended."""
-        if hello is None or hello == self._hellos.get(rank) or self._is_over(hello):
+    def _heard(self) -> dict[int, Hello]:
+        """The hellos that are there for this rank to read: the coordinator's, or all but the coordinator's."""
+        if not self.is_coordinator:
+            opening = self._get("opening")
+            return {} if opening is None else {COORDINATOR: opening.coordinator}
+        found = {rank: self._get(f"hello-{rank}") for rank in range(1, self.world_size)}
+        return {rank: hello for rank, hello in found.items() if hello is not None}
+
+    def _has_come(self, rank: int, hello: Hello) -> bool:
+        """Take note of a hello that is new and not one that an older run has left."""
+        if hello in (self._hellos.get(rank), self._older.get(rank)):
             return False
         self._hellos[rank] = hello
         return True
@@ -166,6 +193,10 @@ class FileAgreement(Agreement):
                 self._lock = hold_lock(self._directory / name)
                 break
         return Hello(self._number, _host(), None if self._lock is None else name)
+
+    def _greeting(self) -> tuple[str, Any]:
+        """The name and the content of the first file that this rank writes."""
+        return ("opening", Opening(self._own, {})) if self.is_coordinator else (f"hello-{self.rank}", self._own)
 
     # ---------------------------------------------------------------- waiting
 
