@@ -20,6 +20,7 @@ from hyper_parallel.core.shard.vary import enter
 from hyper_parallel.platform import get_platform
 
 _platform = get_platform()
+_needs_grad = _platform.needs_grad
 
 Path = tuple[Any, ...]  # where a tensor is among the arguments: position or keyword, then positions in lists
 
@@ -235,10 +236,13 @@ class PlannedCall:
 
     def _vary(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Everything lies as it should; only gradients of whole inputs are to be summed."""
-        entered = list(args)
+        entered = None
         for (position,), target, axes, _ in self.changes:
-            entered[position] = enter(args[position], target, axes)
-        return self.wrap(func, tuple(entered), kwargs)
+            tensor = args[position]
+            if _needs_grad(tensor):
+                entered = entered or list(args)
+                entered[position] = enter(tensor, target, axes)
+        return self.wrap(func, tuple(entered) if entered else args, kwargs)
 
     def _call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = (args, kwargs)

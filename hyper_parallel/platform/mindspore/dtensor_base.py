@@ -208,11 +208,26 @@ _is_distributed: dict[type, bool] = {}
 
 def is_distributed(value: Any) -> bool:
     """Whether ``value`` is a DTensor; asked of each type once, since ``isinstance`` of MindSpore's tensors is slow."""
-    kind = type(value)
-    found = _is_distributed.get(kind)
-    if found is None:
-        found = _is_distributed[kind] = isinstance(value, DTensorBase)
+    found = _is_distributed.get(type(value))
+    return _learn(value) if found is None else found
+
+
+def _learn(value: Any) -> bool:
+    found = isinstance(value, DTensorBase)
+    if not isinstance(value, (list, tuple)):
+        _is_distributed[type(value)] = found
     return found
+
+
+def has_dtensor(values: Any) -> bool:
+    """Whether a DTensor is among the values, or in lists among them."""
+    for value in values:
+        found = _is_distributed.get(type(value))
+        if found is None:
+            found = has_dtensor(value) if type(value) is list or type(value) is tuple else _learn(value)
+        if found:
+            return True
+    return False
 
 
 def plain_kind(kind: type) -> type:

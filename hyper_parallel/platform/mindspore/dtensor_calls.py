@@ -10,7 +10,7 @@ from mindspore import Tensor, mint
 
 from hyper_parallel.platform.mindspore import private_api, tensors
 from hyper_parallel.platform.mindspore.dtensor_base import DTensorBase, as_dtensor, is_distributed
-from hyper_parallel.platform.mindspore.dtensor_empty import silent, zeros_of
+from hyper_parallel.platform.mindspore.dtensor_empty import has_no_elements, silent, zeros_of
 
 _make = private_api.make_subclass
 
@@ -21,11 +21,9 @@ _REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
 
 def _block(value: Any) -> Any:
     """The value with every DTensor in it, also in lists, replaced by its block."""
-    if is_distributed(value):
-        return value._settled()._local
     if type(value) is list or type(value) is tuple:
         return type(value)([_block(item) for item in value])
-    return value
+    return value._settled()._local if is_distributed(value) else value
 
 
 def result_wrapper(
@@ -35,23 +33,42 @@ def result_wrapper(
     del brings_blocks  # a block is never turned into a DTensor itself, so it may be returned as it is
     layout, shape = (layouts[0], tuple(shapes[0])) if layouts else (None, None)
     gives_nothing = _gives_nothing(layouts, shapes)
+    # Found at the first call, since all calls of a plan have the same operator and blocks of the same sizes.
+    writes: bool | None = None
+    instead: Callable[..., Any] | None = None
 
     def run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        blocks = [value._local if type(value) is kind else _block(value) for value in args]
-        if kwargs:
-            kwargs = {name: _block(value) for name, value in kwargs.items()}
-        result = _of_nothing(func, blocks, kwargs) if gives_nothing else func(*blocks, **kwargs)
-        if type(result) is Tensor or isinstance(result, Tensor):
-            if is_distributed(result):
-                return result
-            if func.__name__[-1:] == "_" and args and is_distributed(args[0]):
-                args[0].written()
-                return args[0]
+        nonlocal writes, instead
+        blocks = []
+        for value in args:
+            blocks.append(value._local if type(value) is kind else _block(value))  # a comprehension costs a call
+        if writes is None:
+            writes = func.__name__[-1:] == "_"
+            if not any(map(has_no_elements, _tensors_in(blocks))):
+                instead = getattr(func, "on_elements", None)
+        if gives_nothing:
+            result = _of_nothing(func, blocks, {name: _block(value) for name, value in kwargs.items()})
+        elif kwargs:
+            result = func(*blocks, **{name: _block(value) for name, value in kwargs.items()})
+        else:
+            result = (instead or func)(*blocks)
+        if type(result) is Tensor and not writes:
             made = _make(kind, result)
             made._local = result
             made._layout = layout
             made._global_shape = shape
             return made
+        return _labelled(result, args, writes)
+
+    def _labelled(result: Any, args: tuple[Any, ...], writes: bool) -> Any:
+        """Results that are written into an argument, several, of another type, or none."""
+        if isinstance(result, Tensor):
+            if is_distributed(result):
+                return result
+            if writes and args and is_distributed(args[0]):
+                args[0].written()
+                return args[0]
+            return as_dtensor(kind, result, layout, shape)
         if isinstance(result, (tuple, list)):
             return _wrap_several(kind, result, layouts, shapes)
         return result

@@ -15,11 +15,10 @@ from typing import Any
 from mindspore import Parameter, Tensor, ops
 
 from hyper_parallel.platform.mindspore import dtensor_names, dtensor_operators, dtensor_whole, private_api
-from hyper_parallel.platform.mindspore.dtensor_base import DTensorBase, as_dtensor, local_alias, plain_kind
+from hyper_parallel.platform.mindspore.dtensor_base import DTensorBase, as_dtensor, has_dtensor, local_alias, plain_kind
 from hyper_parallel.platform.mindspore.dtensor_empty import zeros_of
 from hyper_parallel.platform.mindspore.dtensor_names import NEUTRAL, RANDOM, Composed, neutral_call, passed_on
 from hyper_parallel.platform.mindspore.dtensor_ops import clone, copy_, takes_nothing
-from hyper_parallel.platform.mindspore.dtensor_whole import has_dtensor
 from hyper_parallel.platform.mindspore.tensors import full_like, own_copy
 
 _intercept: Callable[..., Any]

@@ -3,6 +3,9 @@
 Every function here is one operator of the rule table, spelled as the rules read it (``dim``, ``keepdim``), and computed
 by functions of MindSpore that have a kernel on a CPU as well as on Ascend. MindSpore's own operators whose arguments
 agree with the rules' already are not repeated here: they are passed on as they came (:mod:`dtensor_names`).
+
+Some look for blocks without elements. The most frequent of them name what can be called where there are none
+(``on_elements``), so that a plan looks once and not at every call.
 """
 
 from __future__ import annotations
@@ -213,6 +216,9 @@ def linear(input: Any, weight: Any, bias: Any = None) -> Any:
             return product
         return zeros_of(product.shape, input.dtype, input, weight, bias) if 0 in product.shape else product + bias
     return _linear(input, weight, bias)
+
+
+matmul.on_elements, linear.on_elements = _matmul, _linear
 
 
 # ---------------------------------------------------------------- shapes

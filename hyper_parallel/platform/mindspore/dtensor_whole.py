@@ -24,7 +24,7 @@ from typing import Any
 import mindspore as ms
 from mindspore import Tensor, mint, ops
 
-from hyper_parallel.platform.mindspore.dtensor_base import DTensorBase, is_distributed
+from hyper_parallel.platform.mindspore.dtensor_base import DTensorBase, has_dtensor
 from hyper_parallel.platform.mindspore.dtensor_empty import zeros_of
 from hyper_parallel.platform.mindspore.dtensor_ops import NEUTRAL, clone
 from hyper_parallel.platform.mindspore.dtensor_whole_names import AGREEING, NEUTRALS, RENAMED, REORDERED
@@ -44,7 +44,7 @@ _PLACES: dict[str, Any] = {
 class Whole:
     """A function of MindSpore as an operator of the rule table, with the rule's order of positional arguments.
 
-    ``on_blocks`` takes them in that order; without it, ``plain`` itself does the work.
+    ``on_blocks`` takes them in that order and is the operator, where it is given; else this is, and calls ``plain``.
     """
 
     def __init__(
@@ -67,7 +67,8 @@ class Whole:
         }
         self.is_open = not self.positional or any(one.kind is one.VAR_POSITIONAL for one in parameters)
         self.tails = [self._tail(number) for number in range(len(self.positional) + 1)]
-        self.call = on_blocks or (plain if not order else self._in_own_order(plain))
+        self.call = plain if not order else self._in_own_order(plain)
+        self.operator = on_blocks or self
 
     def _tail(self, number: int) -> tuple[Any, ...] | None:
         """The defaults behind ``number`` given arguments, without the last ones that are None."""
@@ -149,16 +150,6 @@ def _parameter_names(function: Callable[..., Any]) -> list[str]:
     return [one.name for one in _parameters(function)]
 
 
-def has_dtensor(values: Any) -> bool:
-    """Whether a DTensor is among the values, or in lists among them."""
-    for value in values:
-        if is_distributed(value):
-            return True
-        if type(value) in (list, tuple) and has_dtensor(value):
-            return True
-    return False
-
-
 def _found(path: str) -> Any:
     place, _, name = path.partition(".")
     return getattr(_PLACES[place], name, None)
@@ -167,21 +158,31 @@ def _found(path: str) -> Any:
 _replaced: dict[int, tuple[Any, Callable[..., Any]]] = {}  # by the identity of the function that is replaced
 
 
-def replace(plain: Callable[..., Any], meets: Callable[..., Any]) -> None:
-    """Let ``meets(*args, **kwargs)`` answer calls of a function that are given DTensors."""
+Meets = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+
+
+def replace(plain: Callable[..., Any], meets: Meets) -> None:
+    """Let ``meets(args, kwargs)`` answer calls of a function that are given DTensors."""
 
     @functools.wraps(plain)
     def call(*args: Any, **kwargs: Any) -> Any:
         if has_dtensor(args) or (kwargs and has_dtensor(kwargs.values())):
-            return meets(*args, **kwargs)
+            return meets(args, kwargs)
         return plain(*args, **kwargs)
 
     _replaced.setdefault(id(plain), (plain, call))
 
 
-def _dispatched(whole: Whole, dispatch: Dispatch) -> Callable[..., Any]:
-    def meets(*args: Any, **kwargs: Any) -> Any:
-        return dispatch(whole, *whole.arguments(args, kwargs))
+def _dispatched(whole: Whole, dispatch: Dispatch) -> Meets:
+    operator, keywords = whole.operator, whole.keywords
+    tails = {} if whole.is_open else {number: tail for number, tail in enumerate(whole.tails) if tail is not None}
+
+    def meets(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not kwargs:
+            tail = tails.get(len(args))
+            if tail is not None:
+                return dispatch(operator, args + tail, keywords)
+        return dispatch(operator, *whole.arguments(args, kwargs))
 
     return meets
 
@@ -203,8 +204,12 @@ def take_functions(dispatch: Dispatch) -> None:
     for path, meets in written_out(dispatch).items():
         plain = _found(path)
         if isinstance(plain, types.FunctionType):
-            replace(plain, functools.partial(meets, plain))
+            replace(plain, _with_plain(meets, plain))
     _install()
+
+
+def _with_plain(meets: Callable[..., Any], plain: Callable[..., Any]) -> Meets:
+    return lambda args, kwargs: meets(plain, *args, **kwargs)
 
 
 def _take(
@@ -223,7 +228,7 @@ def _take_method(name: str, dispatch: Dispatch) -> None:
     plain = getattr(Tensor, name, None)
     if isinstance(plain, types.FunctionType) and name not in vars(DTensorBase):
         meets = _dispatched(Whole(name, plain), dispatch)
-        setattr(DTensorBase, name, functools.wraps(plain)(lambda *args, meets=meets, **kwargs: meets(*args, **kwargs)))
+        setattr(DTensorBase, name, functools.wraps(plain)(lambda *args, meets=meets, **kwargs: meets(args, kwargs)))
 
 
 def _install() -> None:

@@ -21,13 +21,7 @@ from hyper_parallel.platform.mindspore.tensors import full_like
 __all__ = ["backward", "get_grad", "grad", "needs_grad", "requires_grad", "set_grad"]
 
 
-def needs_grad(tensor: Tensor) -> bool:
-    """Whether autograd records what is done with ``tensor`` now."""
-    return private_api.requires_grad(tensor) and private_api.is_recording()
-
-
-def requires_grad(tensor: Tensor) -> bool:
-    return private_api.requires_grad(tensor)
+needs_grad, requires_grad = private_api.needs_grad, private_api.requires_grad
 
 
 def get_grad(tensor: Tensor) -> Tensor | None:

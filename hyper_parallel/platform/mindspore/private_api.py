@@ -63,6 +63,11 @@ def requires_grad(tensor: Any) -> bool:
     return tensor._requires_grad
 
 
+def needs_grad(tensor: Any) -> bool:
+    """Whether the tape records what is done with ``tensor`` now; asked for every operator, so in one call."""
+    return tensor._requires_grad and executor.enable_grad()
+
+
 def is_leaf(tensor: Any) -> bool:
     return tensor._is_leaf
 
@@ -93,12 +98,10 @@ def join_mccl(store: Any, rank: int, world_size: int, timeout: Any) -> None:
 # ---------------------------------------------------------------- distributed tensors
 
 
-def make_subclass(kind: type, tensor: Any) -> Any:
-    """A second Python object, of class ``kind``, over the C++ tensor behind ``tensor``, gradient history included.
-
-    ``__fallback__``, by which operators on such objects are intercepted, has no public description either.
-    """
-    return Tensor._make_subclass(kind, tensor)
+# ``make_subclass(kind, tensor)``: a second Python object, of class ``kind``, over the C++ tensor behind ``tensor``,
+# gradient history included. ``__fallback__``, by which operators on such objects are intercepted, has no public
+# description either.
+make_subclass = Tensor._make_subclass
 
 
 # ``NoFallbackGuard``: parameters are objects of a subclass, so that ``__fallback__`` is asked for them too; under the
