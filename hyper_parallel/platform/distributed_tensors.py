@@ -357,6 +357,11 @@ class DistributedTensorSupport(ABC):
         """Context: the framework's own generator starts from the two numbers, the same on every rank."""
 
     @staticmethod
+    def number_like(number: float, tensor: Any) -> Any:
+        """``number`` as it meets ``tensor`` without being rounded to less than the tensor's precision."""
+        return number
+
+    @staticmethod
     @abstractmethod
     def losing_value(dtype: Any, op: Any) -> Any:
         """The value that every other one beats in a maximum (``op`` "max") or a minimum ("min")."""

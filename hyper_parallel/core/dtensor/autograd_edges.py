@@ -73,7 +73,7 @@ class Redistribute(_platform.Function):  # type: ignore[name-defined]
         gradient = _entering_edge(gradient, source, target)
         factor = _average_factor(target) / _average_factor(source)
         if factor != 1:
-            gradient = gradient * factor
+            gradient = gradient * _platform.number_like(factor, gradient)
         edge = (target.gradient(), source.gradient(), shape)
         gradient = because("backward of redistribute", redistribute_with_grad, gradient, *edge)
         return leaving_edge(gradient, source, target), None, None, None, None

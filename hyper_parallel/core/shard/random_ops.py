@@ -59,9 +59,7 @@ def dropout(tensor: DTensor, p: float = 0.5, training: bool = True, inplace: boo
         )
     tensor = tensor if not tensor.layout.has_partial else tensor.reduce_partial()
     mask = _keep_mask(tensor, 1.0 - p)
-    scale: Any = 0.0 if p == 1.0 else 1.0 / (1.0 - p)
-    if get_platform().dtype_name(tensor.dtype) == "float64":  # a Python number may be rounded to float32 on the way
-        scale = get_platform().full((), scale, dtype=tensor.dtype)
+    scale = get_platform().number_like(0.0 if p == 1.0 else 1.0 / (1.0 - p), tensor)
     return tensor.mul_(mask).mul_(scale) if inplace else tensor * mask * scale
 
 

@@ -94,6 +94,7 @@ class DistributedTensors:
     register_forward_hook = staticmethod(dtensor_support.register_forward_hook)
     observe_collectives = staticmethod(dtensor_support.observe_collectives)
     seeded = staticmethod(dtensor_support.seeded)
+    number_like = staticmethod(dtensor_support.number_like)
     losing_value = staticmethod(dtensor_support.losing_value)
     machine_epsilon = staticmethod(dtensor_support.machine_epsilon)
     vector_norm = staticmethod(dtensor_support.vector_norm)

@@ -212,6 +212,11 @@ def losing_value(dtype: Any, op: str) -> float | int | bool:
     return int(limits.min if op == "max" else limits.max)
 
 
+def number_like(number: float, tensor: Any) -> Any:
+    """``number`` as it meets ``tensor`` without being rounded: MindSpore rounds Python's numbers to float32."""
+    return Tensor(number, ms.float64) if tensor.dtype == ms.float64 else number
+
+
 def machine_epsilon(dtype: Any) -> float:
     """The distance from 1 to the next larger number of a floating-point dtype."""
     return 2.0**-7 if dtype == ms.bfloat16 else float(np.finfo(dtype_name(dtype)).eps)
@@ -233,7 +238,8 @@ def vector_norm(tensor: Any, p: float, dims: Sequence[int], keepdim: bool) -> An
         return dtensor_ops.sum(magnitudes, dims, keepdim)
     if p == 2:
         return mint.sqrt(dtensor_ops.sum(tensor * tensor, dims, keepdim))
-    return mint.pow(dtensor_ops.sum(mint.pow(magnitudes, p), dims, keepdim), 1.0 / p)
+    powers = mint.pow(magnitudes, number_like(p, tensor))
+    return mint.pow(dtensor_ops.sum(powers, dims, keepdim), number_like(1.0 / p, tensor))
 
 
 def result_like(func: Callable[..., Any], results: Sequence[Any]) -> Any:

@@ -100,12 +100,18 @@ def _cross_entropy(call: LocalCall) -> Any:
     return (losses / total).sum().to(logits.dtype)
 
 
+def _shares(smoothing: float, num_classes: int, scores: Any) -> tuple[Any, Any]:
+    """What smoothing of labels leaves to the target, and what it gives to each class."""
+    return _platform.number_like(1 - smoothing, scores), _platform.number_like(smoothing / num_classes, scores)
+
+
 def _of_distribution(given: dict[str, Any], group: Any, class_dim: int, num_classes: int) -> Any:
     """forward: the all-reduces of logsumexp and one more; backward: one all-reduce."""
     logits, target = in_working_precision(given["input"]), in_working_precision(given["target"])
     smoothing = given["label_smoothing"]
     if smoothing:
-        target = target * (1 - smoothing) + smoothing / num_classes
+        on_target, on_each = _shares(smoothing, num_classes, target)
+        target = target * on_target + on_each
     if given["weight"] is not None:
         target = target * _along(given["weight"], class_dim, logits.ndim)
     normaliser = varied(cut_logsumexp(logits, (class_dim,), group), group)
@@ -197,8 +203,8 @@ class _CutEntropy(_platform.Function):  # type: ignore[name-defined]
         result = (normaliser - at_target) * weights
         ignored = rows.ignored.unsqueeze(rows.dim)
         if of_all:
-            even = (normaliser * weight_of_all - of_all[0]) * (rows.smoothing / rows.num_classes)
-            result = result * (1 - rows.smoothing) + even
+            on_target, on_each = _shares(rows.smoothing, rows.num_classes, scores)
+            result = result * on_target + (normaliser * weight_of_all - of_all[0]) * on_each
         ctx.save_for_backward(scores, normaliser)
         ctx.rows = (rows, weights, class_weights, weight_of_all, ignored)
         return result.masked_fill(ignored, 0).squeeze(rows.dim)
@@ -210,8 +216,8 @@ class _CutEntropy(_platform.Function):  # type: ignore[name-defined]
         if _platform.needs_grad(scores):  # to be differentiated once more
             normaliser = varied(cut_logsumexp(scores, (rows.dim,), rows.group), rows.group)
         gradient = varied(gradient, rows.group).unsqueeze(rows.dim).masked_fill(ignored, 0)
-        at_target = gradient * weights * (1 - rows.smoothing)
-        even = gradient * (rows.smoothing / rows.num_classes)
+        on_target, on_each = _shares(rows.smoothing, rows.num_classes, scores)
+        at_target, even = gradient * weights * on_target, gradient * on_each
         answer = (scores - normaliser).exp() * (at_target + even * weight_of_all if rows.smoothing else at_target)
         if rows.smoothing:
             answer = answer - (even if class_weights is None else even * class_weights)

@@ -178,7 +178,7 @@ def _share_of_mean(call: LocalCall, kept: Labels, shape: tuple[int, ...], names:
         is_word = isinstance(arguments(call, *names).get("reduction"), str)
         return call_with(call, names, reduction="sum" if is_word else 2)
     result = _plain(call)
-    return result if num_all == 0 else result * (num_here / num_all)
+    return result if num_all == 0 else result * _platform.number_like(num_here / num_all, result)
 
 
 def _gaussian_nll_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

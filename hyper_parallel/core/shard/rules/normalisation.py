@@ -298,7 +298,7 @@ def _instance_norm(call: LocalCall) -> Any:
 
 def _update_running(given: dict[str, Any], mean: Any, variance: Any, count: int) -> None:
     """Move the running statistics towards those of this batch, the variance as an unbiased estimate."""
-    unbiased = variance * (count / (count - 1)) if count > 1 else variance * math.nan
+    unbiased = variance * (_platform.number_like(count / (count - 1), variance) if count > 1 else math.nan)
     with _platform.no_grad():
         for running, new in ((given["running_mean"], mean), (given["running_var"], unbiased)):
             if running is not None:

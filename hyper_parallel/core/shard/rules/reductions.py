@@ -115,7 +115,7 @@ def _mean(call: LocalCall) -> Any:
     if num_here == 0 < num_all:
         return block.sum(dim=dims, keepdim=bool(given["keepdim"]), dtype=given["dtype"])
     result = call.func(*call.args, **call.kwargs)
-    return result if num_all == 0 else result * (num_here / num_all)
+    return result if num_all == 0 else result * _platform.number_like(num_here / num_all, result)
 
 
 @rule("nanmean")
