@@ -9,8 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 import mindspore as ms
+import mindspore.numpy as mnp
+import mindspore.scipy.linalg as scipy_linalg
 import numpy as np
-from mindspore import Tensor, mint, ops
+from mindspore import Tensor, mint, nn, ops
 
 Add = Callable[..., None]
 SINGLE = 1e-4  # for kernels that compute in float32
@@ -30,7 +32,7 @@ def add_elementwise(add: Add) -> None:
     infinite = np.where(whole % 3 == 0, np.inf, np.where(whole % 3 == 1, -np.inf, x)).astype(np.float32)
     complex_values = (x + 1j * y).astype(np.complex64)
 
-    for name in ("deg2rad", "rad2deg", "exp2", "frac", "sgn", "signbit", "isreal", "positive", "angle", "sinc"):
+    for name in ("deg2rad", "rad2deg", "exp2", "frac", "sgn", "signbit", "isreal", "positive", "sinc"):
         add(name, getattr(ops, name), x)
     for name in ("isneginf", "isposinf"):
         add(name, getattr(ops, name), infinite)
@@ -64,6 +66,21 @@ def add_elementwise(add: Add) -> None:
     add("detach", ops.stop_gradient, x)
     add("fill_", lambda a: (a * 1).fill_(3.0), x)
     add("zero_", lambda a: (a * 1).zero_(), x)
+    add("polar", lambda a, b: _parts(ops.polar(a, b)), unit, unit[::-1].copy())
+    for name in ("igamma", "igammac"):
+        add(name, getattr(ops, name), unit, unit[::-1].copy())
+    add("glu", ops.glu, random(5, 4))
+    add("glu", lambda a: mint.nn.functional.glu(a, 0), random(4, 3))
+    for name in ("bessel_y0", "bessel_y1"):
+        add(f"special_{name}", getattr(ops, name), unit)
+    for number in (0, 1):
+        add(f"special_modified_bessel_k{number}", getattr(ops, f"bessel_k{number}"), unit)
+        add(f"special_scaled_modified_bessel_k{number}", getattr(ops, f"bessel_k{number}e"), unit)
+    add("mvlgamma", lambda a: ops.mvlgamma(a, 2), unit + 2)
+    add("prelu", ops.prelu, x, random(3))
+    add("prelu", ops.prelu, x, random(1))
+    add("isin", lambda a, b: mnp.isin(a, b), whole, few)
+    add("angle", ops.angle, complex_values)
     add("real", ops.real, complex_values)
     add("imag", ops.imag, complex_values)
     add("conj", ops.conj, complex_values)
@@ -81,7 +98,9 @@ def add_images(add: Add) -> None:
     add("conv2d", lambda a, w: ops.conv2d(a, w, groups=2), picture, random(6, 2, 3, 3))
     add("conv2d", lambda a, w: ops.Conv2D(6, 3)(a, w), picture, random(6, 4, 3, 3))
     add("conv3d", lambda a, w: ops.conv3d(a, w), volume, random(6, 4, 2, 2, 2))
-    add("conv_transpose2d", lambda a, w: mint.nn.functional.conv_transpose2d(a, w), picture, random(4, 6, 3, 3))
+    add("conv_transpose2d", _upscaled, picture, random(4, 6, 3, 3))
+    add("conv_transpose2d", lambda a, w: _upscaled(a, w, 2), picture, random(4, 3, 3, 3))
+    add("conv_transpose3d", lambda a, w: ops.Conv3DTranspose(4, 6, 2)(a, w), volume, random(4, 6, 2, 2, 2))
     add("avg_pool1d", lambda a: ops.avg_pool1d(a, 2, 2), line)
     add("avg_pool2d", lambda a: ops.avg_pool2d(a, 2, 2), picture)
     add("avg_pool3d", lambda a: ops.avg_pool3d(a, 2, 2), volume)
@@ -91,6 +110,12 @@ def add_images(add: Add) -> None:
     add("adaptive_max_pool1d", lambda a: ops.adaptive_max_pool1d(a, 2), random(3, 4, 6))
     add("adaptive_max_pool2d", lambda a: ops.adaptive_max_pool2d(a, (2, 3)), picture)
     add("adaptive_max_pool3d", lambda a: ops.adaptive_max_pool3d(a, (2, 2, 3)), volume)
+    settings = {"return_indices": True}
+    add("adaptive_max_pool1d_with_indices", lambda a: mint.nn.functional.adaptive_max_pool1d(a, 2, True), line)
+    add("adaptive_max_pool2d_with_indices", lambda a: ops.adaptive_max_pool2d(a, (2, 3), **settings), picture)
+    add("adaptive_max_pool3d_with_indices", lambda a: ops.adaptive_max_pool3d(a, (2, 2, 3), True), volume)
+    add("max_pool2d_with_indices", lambda a: ops.max_pool2d(a, 2, **settings), picture)
+    add("max_pool3d_with_indices", lambda a: ops.max_pool3d(a, 2, **settings), volume)
     add("max_pool2d", lambda a: ops.max_pool2d(a, 2), picture)
     add("max_pool3d", lambda a: ops.max_pool3d(a, 2), volume)
     corners = np.array([[0, 2], [9, 11]], np.int64)
@@ -107,6 +132,7 @@ def add_images(add: Add) -> None:
     add("upsample_trilinear3d", lambda a: ops.interpolate(a, size=(8, 10, 12), mode="trilinear"), volume)
     add("_upsample_nearest_exact1d", lambda a: ops.interpolate(a, size=14, mode="nearest-exact"), line)
     add("_upsample_nearest_exact2d", lambda a: ops.interpolate(a, size=(10, 12), mode="nearest-exact"), picture)
+    add("_upsample_nearest_exact3d", lambda a: ops.interpolate(a, size=(8, 10, 12), mode="nearest-exact"), volume)
     # The kernel of its gradient writes behind the end of its memory.
     points, places = random(3, 2, 3, 2, low=-1, high=1), random(3, 2, 2, 3, 3, low=-1, high=1)
     add("grid_sampler_2d", lambda a, g: ops.grid_sample(a, g), picture, points, has_gradient=False)
@@ -117,6 +143,12 @@ def add_images(add: Add) -> None:
     add("channel_shuffle", lambda a: ops.channel_shuffle(a, 2), picture)
     add("im2col", lambda a: ops.unfold(a, 2), picture)
     add("col2im", lambda a: ops.fold(a, Tensor([5, 6], ms.int32), 2), random(3, 16, 20))
+
+
+def _upscaled(picture: Any, weight: Any, groups: int = 1) -> Any:
+    """``nn.Conv2dTranspose``, with the weight as an argument."""
+    shape = (picture.shape[0], weight.shape[1] * groups, picture.shape[2] + 2, picture.shape[3] + 2)
+    return ops.Conv2DTranspose(weight.shape[0], 3, group=groups)(picture, weight, shape)
 
 
 def add_losses(add: Add) -> None:
@@ -167,6 +199,8 @@ def add_matrices(add: Add) -> None:
     add("mv", lambda a, b: ops.mv(a, b), x, random(3))
     add("dot", lambda a, b: mint.dot(a, b), random(5), random(6)[:5])
     add("vdot", lambda a, b: mint.vdot(a, b), random(5), random(6)[:5])
+    add("dot", lambda a, b: mnp.dot(a, b), random(5), random(6)[:5])
+    add("linalg_multi_dot", lambda a, b, c: mnp.multi_dot((a, b, c)), x, random(3, 4), random(4, 2))
     add("outer", lambda a, b: ops.outer(a, b), random(5), random(3))
     add("bilinear", lambda a, b, w: ops.bidense(a, b, w), x, random(5, 4), random(2, 3, 4))
     add("addmm", lambda t, a, b: ops.addmm(t, a, b, beta=0.5, alpha=2.0), random(5, 4), x, random(3, 4))
@@ -181,6 +215,7 @@ def add_matrices(add: Add) -> None:
     add("kron", lambda a, b: ops.kron(a, b), random(4, 3), random(2, 2))
     add("cdist", lambda a, b: ops.cdist(a, b), x, random(4, 3))
     add("cross", lambda a, b: ops.cross(a, b, 1), x, y)
+    add("linalg_cross", lambda a, b: mnp.cross(a, b), x, y)
     add("inverse", ops.inverse, square)
     add("linalg_inv", lambda a: mint.linalg.inv(a), square)
     add("det", ops.det, square)
@@ -191,7 +226,21 @@ def add_matrices(add: Add) -> None:
     add("cholesky_solve", lambda b, a: ops.cholesky_solve(b, a), random(3, 4, 2), symmetric)
     add("qr", lambda a: ops.qr(a)[1], square)
     add("linalg_qr", lambda a: mint.linalg.qr(a)[1], square)
-    add("svd", lambda a: ops.svd(a, compute_uv=False), square)
+    add("svd", lambda a: ops.svd(a)[0], square)
+    add("linalg_svdvals", lambda a: ops.svd(a, compute_uv=False), square)
+    # Functions of one matrix, which then is whole.
+    one, right = square[0], random(4, 2)
+    add("linalg_cholesky", lambda a: scipy_linalg.cholesky(a, lower=True), symmetric[0])
+    add("linalg_det", scipy_linalg.det, one)
+    add("linalg_eigh", lambda a: scipy_linalg.eigh(a)[0], symmetric[0])
+    add("linalg_eigvalsh", lambda a: scipy_linalg.eigh(a, eigvals_only=True), symmetric[0])
+    add("linalg_inv", scipy_linalg.inv, one)
+    add("linalg_lu", scipy_linalg.lu, one)
+    add("linalg_lu_factor", scipy_linalg.lu_factor, one)
+    pivots = np.array([0, 2, 2, 3], np.int32)
+    add("linalg_lu_solve", lambda a, p, b: scipy_linalg.lu_solve((a, p), b), one, pivots, right)
+    add("linalg_solve_triangular", lambda a, b: scipy_linalg.solve_triangular(a, b, lower=True), one, right)
+    add("linalg_matrix_power", lambda a: mnp.matrix_power(a, 3), square)
     add("linalg_eigvals", lambda a: ops.eigvals(a), square)
     add("linalg_eig", lambda a: ops.eig(a)[0], square)
     add("linalg_cond", lambda a: ops.cond(a), square)
@@ -211,6 +260,7 @@ def add_reductions(add: Add) -> None:
     holes = np.where(np.arange(15).reshape(5, 3) % 4 == 0, np.nan, x).astype(np.float32)
     add("nansum", lambda a: ops.nansum(a, 0), holes)
     add("nanmean", lambda a: ops.nanmean(a, 0), holes)
+    add("nanmean", lambda a: a.nanmean(), holes)
     add("count_nonzero", lambda a: ops.count_nonzero(a, 0), np.round(x))
     add("aminmax", lambda a: ops.aminmax(a, axis=0), x)
     add("argmin", lambda a: ops.argmin(a, 0), x)
@@ -232,6 +282,7 @@ def add_reductions(add: Add) -> None:
     add("linalg_norm", lambda a: ops.norm(a), x)
     add("linalg_vector_norm", lambda a: ops.vector_norm(a, 3, 0), x)
     add("linalg_matrix_norm", lambda a: ops.matrix_norm(a), random(3, 4, 4))
+    add("norm", lambda a: mint.norm(a, 2, 0), x)
     add("renorm", lambda a: ops.renorm(a, 1, 0, 2.0), x)
     add("dist", lambda a, b: ops.dist(a, b), x, y)
     add("argsort", lambda a: ops.argsort(a, 0), x)
@@ -257,6 +308,7 @@ def add_normalisation(add: Add) -> None:
     add("group_norm", lambda a, w, b: ops.group_norm(a, 2, w, b), picture, weight, bias)
     add("batch_norm", lambda a, m, v, w, b: _in_use(a, m, v, w, b), picture, mean, variance, weight, bias)
     add("layer_norm", lambda a, w, b: ops.layer_norm(a, (4,), w, b), random(5, 4), weight, bias)
+    add("instance_norm", lambda a: nn.InstanceNorm2d(4)(a), picture)
     add("rms_norm", lambda a, w: ops.rms_norm(a, w)[0], random(5, 4), weight)
 
 
@@ -273,7 +325,9 @@ def add_positions(add: Add) -> None:
     add("scatter", lambda a, i, s: mint.scatter(a, 0, i, s), x, rows[:1].astype(np.int64), random(1, 3))
     add("scatter_add", lambda a, i, s: ops.tensor_scatter_elements(a, i, s, 0, "add"), x, rows, random(2, 3))
     add("index_add", lambda a, i, s: ops.index_add(a * 1, i, s, 0), x, rows[0], random(3, 3))
-    add("take", lambda a, i: mint.take(a, i), x, rows.astype(np.int64))
+    add("take", lambda a, i: a.take(i), x, rows.astype(np.int64))
+    add("take_along_dim", lambda a, i: mnp.take_along_axis(a, i, 0), x, rows)
+    add("index_copy", lambda a, i, s: (a * 1).index_copy_(0, i, s), x, rows[0].astype(np.int64), random(3, 3))
     columns = np.array([0, 2, 1], np.int32)
     add("index_put", lambda a, i, j, v: a.index_put((i, j), v), x, rows[0], columns, random(3))
     add("setitem", _written, x, random(3))
@@ -299,6 +353,16 @@ def add_shapes(add: Add) -> None:
     add("repeat", lambda a: a.repeat((1, 2)), x)
     add("repeat_interleave", lambda a: ops.repeat_interleave(a, 2, 0), x)
     add("broadcast_to", lambda a: ops.broadcast_to(a, (2, 5, 3)), x)
+    for kind in ("fft", "ifft", "rfft", "ihfft"):
+        for dims in ("", "2", "n"):
+            add(f"fft_{kind}{dims}", lambda a, name=kind + dims: _parts(getattr(ops, name)(a)), cube)
+    spectrum = (cube + 1j * cube[::-1]).astype(np.complex64)
+    for kind in ("irfft", "hfft"):
+        for dims in ("", "2", "n"):
+            add(f"fft_{kind}{dims}", lambda a, name=kind + dims: getattr(ops, name)(a), spectrum)
+            add(f"fft_{kind}{dims}", lambda a, name=kind + dims: getattr(ops, name)(a), cube)
+    for name in ("fftshift", "ifftshift"):
+        add(f"fft_{name}", lambda a, name=name: getattr(ops, name)(a, 1), cube)
     add("meshgrid", lambda a, b: ops.meshgrid(a, b), random(5), random(3))
     add("cartesian_prod", lambda a, b: ops.cartesian_prod(a, b), random(5), random(3))
     add("hstack", lambda a, b: ops.hstack([a, b]), x, random(5, 2))
@@ -312,6 +376,10 @@ def add_shapes(add: Add) -> None:
     add("split_with_sizes", lambda a: mint.split(a, (2, 3), 0), x)
     add("unbind", lambda a: ops.unbind(a, 1), x)
     add("roll", lambda a: ops.roll(a, 1, 0), x)
+    add("roll", lambda a: mnp.roll(a, 2, 0), x)
+    add("roll", lambda a: mnp.roll(a, 1), x)
+    add("broadcast_tensors", lambda a, b: mnp.broadcast_arrays(a, b), x, random(3))
+    add("getitem", lambda a: ops.slice(a, (1, 0), (2, 3)), x)
     add("fliplr", ops.fliplr, x)
     add("flipud", ops.flipud, x)
     add("rot90", lambda a: ops.rot90(a, 1, (0, 1)), x)
@@ -328,6 +396,11 @@ def add_shapes(add: Add) -> None:
     add("select", lambda a: mint.select(a, 0, 1), x)
     add("full_like", lambda a: ops.full_like(a, 2.0) * a, x)
     add("zeros_like", lambda a: ops.zeros_like(a) + a, x)
+
+
+def _parts(values: Any) -> Any:
+    """Real numbers of complex ones: MindSpore has gradients of those."""
+    return ops.real(values) + 2 * ops.imag(values)
 
 
 def add_empty_blocks(add: Add) -> None:

@@ -26,6 +26,7 @@ from hyper_parallel.core.shard import dispatch
 from hyper_parallel.core.shard.rule_table import rule_names
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.mindspore import private_api
+from tests.shard.mindspore_absent_rules import REASONS, by_reason
 from tests.shard.mindspore_samples import SAMPLES, Sample
 
 DOCS = Path(__file__).parents[2] / "docs" / "mindspore.md"
@@ -203,6 +204,12 @@ def row(rule: str, error: str) -> str:
     return f"| `{rule}` | {error.replace('|', '/')} |"
 
 
+def _row_of_reason(reason: str, absent: list[str]) -> str:
+    instead = REASONS.get(reason, {})
+    listed = [f"`{name}` (`{instead[name]}`)" if instead.get(name) else f"`{name}`" for name in absent]
+    return f"| {reason} | {', '.join(listed)} |"
+
+
 def report(found: Found) -> str:
     """The part of the page about the rules."""
     names, validated, refused = rule_names(), found.validated(), found.without_kernel()
@@ -221,7 +228,11 @@ def report(found: Found) -> str:
         "|---|---|",
         *(row(name, error) for name, error in refused.items()),
         "",
-        f"MindSpore has no function that comes to these {len(rest)}: " + ", ".join(f"`{name}`" for name in rest) + ".",
+        f"No function of MindSpore comes to these {len(rest)}:",
+        "",
+        "| why | rules |",
+        "|---|---|",
+        *(_row_of_reason(reason, absent) for reason, absent in by_reason(rest).items() if absent),
         END,
     ]
     return "\n".join(lines)

@@ -7,6 +7,7 @@ import re
 import pytest
 
 from hyper_parallel.core.shard.rule_table import rule_names
+from tests.shard.mindspore_absent_rules import REASONS
 from tests.shard.mindspore_samples import SAMPLES
 from tests.shard.mindspore_validator import BEGIN, DOCS, END, MOST_LAYOUTS, row, validate
 
@@ -31,6 +32,13 @@ def test_the_page_says_which_rules_were_validated(found):
     assert num_rules <= len(rule_names()), WRITE_IT
     for name, error in found.without_kernel().items():
         assert row(name, error) in said, WRITE_IT
+
+
+def test_reasons_are_given_for_absent_rules_only(found):
+    """And what MindSpore's programs come to instead are rules."""
+    absent = {name: other for names in REASONS.values() for name, other in names.items()}
+    assert not set(absent) & {*found.validated(), *found.without_kernel()}
+    assert set(absent) | {other for other in absent.values() if other} <= set(rule_names())
 
 
 SEVERAL_AXES = (

@@ -136,7 +136,6 @@ _by_names = {
     "trunc": "Trunc",
     "where": "Select",
     "xlogy": "Xlogy XLogYScalarOther XLogYScalarSelf",
-    "special_entr": "Entr",
     "real": "Real",
     "imag": "Imag",
     "conj": "Conj",
@@ -493,6 +492,15 @@ def _one_hot(input: Any, depth: int, on: Any = None, off: Any = None, axis: int 
     return passed_on("one_hot", lambda x: ops.one_hot(x, depth, on, off, axis)), (input,), {}
 
 
+@_composes("Slice")
+def _slice(input: Any, begin: Any, size: Any) -> Any:
+    ranges = zip(begin, size, input.shape, strict=True)
+    return input[tuple(slice(start, whole if length == -1 else start + length) for start, length, whole in ranges)]
+
+
+_to("take", "Take")
+
+
 @_composes("StridedSlice")
 def _strided_slice(input: Any, begin: Any, end: Any, strides: Any, *masks: int) -> Any:
     begin_mask, end_mask, ellipsis_mask, new_mask, shrink_mask = (*masks, 0, 0, 0, 0, 0)[:5]
@@ -658,6 +666,19 @@ def _conv2d(primitive: Any, run: Callable[..., Any], input: Any, weight: Any) ->
     return NEUTRAL["conv2d"], (input, weight, None, *settings), {}
 
 
+def _conv_transpose2d(primitive: Any, run: Callable[..., Any], input: Any, weight: Any, shape: Any) -> Call:
+    if primitive.format != "NCHW":
+        return passed_on("Conv2DTranspose", run), (input, weight, shape), {}
+    settings = (primitive.stride, primitive.padding, 0, primitive.group, primitive.dilation, primitive.pad_mode)
+    return NEUTRAL["conv_transpose2d"], (input, weight, None, *settings, tuple(shape)[2:]), {}
+
+
+def _conv_transpose3d(primitive: Any, run: Callable[..., Any], input: Any, weight: Any) -> Call:
+    spatial = [tuple(sizes[2:]) for sizes in (primitive.stride, primitive.output_padding, primitive.dilation)]
+    settings = (spatial[0], primitive.pad_list, spatial[1], primitive.group, spatial[2], primitive.pad_mode)
+    return NEUTRAL["conv_transpose3d"], (input, weight, None, *settings), {}
+
+
 def _max_pool(primitive: Any, run: Callable[..., Any], input: Any) -> Call:
     if primitive.format != "NCHW":
         return passed_on("MaxPool", run), (input,), {}
@@ -670,5 +691,8 @@ _ATTRIBUTES: dict[str, Callable[..., Call]] = {
     "Triu": _tril,
     "Sort": _sort,
     "Conv2D": _conv2d,
+    "Conv2DBackpropInput": _conv_transpose2d,
+    "Conv2DTranspose": _conv_transpose2d,
+    "Conv3DTranspose": _conv_transpose3d,
     "MaxPool": _max_pool,
 }

@@ -77,6 +77,7 @@ def give_operators(dispatch: Dispatch) -> None:
     DTensorBase.matmul = _binary("matmul", NEUTRAL["matmul"], dispatch)
     DTensorBase.__rmatmul__ = lambda self, other: dispatch(NEUTRAL["matmul"], (other, self), {})
     DTensorBase.reshape = lambda self, *shape: dispatch(NEUTRAL["reshape"], (self, *shape), {})
+    DTensorBase.view = lambda self, *shape: dispatch(NEUTRAL["view"], (self, *shape), {})
     for name in ("sum", "mean"):
         setattr(DTensorBase, name, _reduction(name, dispatch))
     for name in _METHODS.split():

@@ -66,6 +66,22 @@ def mean(input: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) 
 
 
 @_neutral
+def nanmean(input: Any, axis: Any = None, keepdims: bool = False, *, dtype: Any = None) -> Any:
+    """The mean of the elements that are numbers."""
+    if input.dtype not in (ms.float16, ms.bfloat16, ms.float32, ms.float64):
+        raise TypeError(f"For 'nanmean', input should be floating point dtype, but got {input.dtype}.")
+    are_none = mint.isnan(input)
+    total = sum(input.masked_fill(are_none, 0), axis, keepdims, dtype)
+    return total / sum(mint.logical_not(are_none), axis, keepdims).to(total.dtype)
+
+
+@_neutral
+def take(input: Any, index: Any) -> Any:
+    """By position among all elements."""
+    return _nothing_of(input, tuple(index.shape)) if 0 in index.shape else input.take(index)
+
+
+@_neutral
 def prod(input: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
     if 0 in input.shape:
         return _sum_of_nothing(input, _dims(dim), keepdim, dtype) + 1
@@ -263,6 +279,16 @@ def expand(input: Any, *sizes: Any) -> Any:
 
 
 @_neutral
+def broadcast_to(input: Any, *shape: Any) -> Any:
+    return expand(input, *shape)
+
+
+@_neutral
+def view(input: Any, *shape: Any) -> Any:
+    return reshape(input, *shape)
+
+
+@_neutral
 def tile(input: Any, repeats: Sequence[int]) -> Any:
     if 0 not in input.shape:
         return ops.tile(input, tuple(repeats))
@@ -396,6 +422,36 @@ def one_hot(input: Any, num_classes: int = -1) -> Any:
     return ops.one_hot(input, num_classes)
 
 
+# ---------------------------------------------------------------- Fourier transforms
+# Of a signal with a real spectrum, by those of a real signal; MindSpore's own are right at every second call only.
+
+_REVERSED = {None: "forward", "backward": "forward", "forward": "backward", "ortho": "ortho"}
+
+
+def _hermitian(dims: str) -> None:
+    """``hfft`` and ``ihfft`` along one dim, two or several, as ``dims`` says."""
+    names = ("s" if dims else "n", "dim", "norm")
+    irfft, rfft = getattr(ops, f"irfft{dims}"), getattr(ops, f"rfft{dims}")
+
+    def reversed_norm(given: tuple[Any, ...], more: dict[str, Any]) -> dict[str, Any]:
+        settings = dict(zip(names, given, strict=False)) | more
+        return settings | {"norm": _REVERSED[settings.get("norm")]}
+
+    def hfft(input: Any, *given: Any, **more: Any) -> Any:
+        return irfft(ops.conj(input) if input.is_complex() else input, **reversed_norm(given, more))
+
+    def ihfft(input: Any, *given: Any, **more: Any) -> Any:
+        return ops.conj(rfft(input, **reversed_norm(given, more)))
+
+    for transform in (hfft, ihfft):
+        transform.__name__ = f"fft_{transform.__name__}{dims}"
+        _neutral(transform)
+
+
+for _dims_name in ("", "2", "n"):
+    _hermitian(_dims_name)
+
+
 # ---------------------------------------------------------------- writing in place
 # MindSpore's own in-place operators do not change a tensor on a CPU. ``copy_`` does and is recorded, but a leaf that is
 # written by it without being recorded is a leaf no longer; so such a write goes into the memory itself.
@@ -497,6 +553,43 @@ def conv2d(
     size = tuple(weight.shape[2:])
     result = ops.Conv2D(weight.shape[0], size, 1, pad_mode, padding, stride, dilation, groups)(input, weight)
     return result if bias is None else ops.bias_add(result, bias)
+
+
+@_neutral
+def conv_transpose2d(
+    input: Any,
+    weight: Any,
+    bias: Any = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
+    pad_mode: str = "valid",
+    space: Sequence[int] = (),
+) -> Any:
+    """``space``: height and width of the result; MindSpore asks for its whole shape."""
+    shape = (input.shape[0], weight.shape[1] * groups, *space)
+    size = tuple(weight.shape[2:])
+    convolve = ops.Conv2DTranspose(weight.shape[0], size, pad_mode, padding, None, 1, stride, dilation, groups)
+    return convolve(input, weight, shape)
+
+
+@_neutral
+def conv_transpose3d(
+    input: Any,
+    weight: Any,
+    bias: Any = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
+    pad_mode: str = "valid",
+) -> Any:
+    channels, size = (weight.shape[0], weight.shape[1] * groups), tuple(weight.shape[2:])
+    settings = (pad_mode, padding, stride, dilation, groups, output_padding)
+    return ops.Conv3DTranspose(*channels, size, 1, *settings)(input, weight)
 
 
 @_neutral

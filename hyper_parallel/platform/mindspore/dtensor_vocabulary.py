@@ -47,7 +47,6 @@ for _name, _method in {
     "detach": _detach,
     "is_complex": _is_complex,
     "sum_to_size": _sum_to_size,
-    "nansum": _nansum,
 }.items():
     if not hasattr(Tensor, _name):
         setattr(Tensor, _name, _method)
@@ -107,6 +106,7 @@ def _index_add(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 Tensor.narrow = _narrow(Tensor.narrow)
+Tensor.nansum = _with_keywords(Tensor.nansum, _nansum)
 Tensor.amax = _with_keywords(Tensor.amax, dtensor_ops.amax)
 Tensor.amin = _with_keywords(Tensor.amin, dtensor_ops.amin)
 if not on_ascend():

@@ -1,7 +1,7 @@
 """Which functions of MindSpore are one operator of the rule table each, and in which order the rules take arguments.
 
 A path begins with the place of a function: ``ops`` and ``mint`` are MindSpore's, ``F`` is ``mint.nn.functional``,
-``linalg`` and ``special`` are ``mint``'s.
+``linalg`` and ``special`` are ``mint``'s, ``numpy`` is ``mindspore.numpy`` and ``scipy`` ``mindspore.scipy.linalg``.
 """
 
 from __future__ import annotations
@@ -15,17 +15,16 @@ AGREEING = """
     lgamma log log10 log1p log2 logaddexp logaddexp2 logical_and logical_not logical_or logical_xor logit lt
     masked_fill maximum minimum mish mul nan_to_num ne neg nextafter polygamma positive pow rad2deg real reciprocal
     relu relu6 remainder round rsqrt selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink sqrt square
-    sub tan tanh threshold trunc where xlogy add div imag conj
+    sub tan tanh threshold trunc where xlogy add div imag conj glu igamma igammac mvlgamma polar prelu
 
-    adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d
-    adaptive_max_pool3d avg_pool1d avg_pool2d avg_pool3d max_pool2d max_pool3d max_unpool2d max_unpool3d
-    channel_shuffle pixel_shuffle pixel_unshuffle
+    adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d avg_pool1d avg_pool2d avg_pool3d max_unpool2d
+    max_unpool3d channel_shuffle pixel_shuffle pixel_unshuffle
 
     cosine_embedding_loss hinge_embedding_loss huber_loss kl_div l1_loss margin_ranking_loss
     mse_loss multi_margin_loss multilabel_margin_loss soft_margin_loss triplet_margin_loss
 
     cholesky cholesky_inverse cholesky_solve det inverse logdet lu_solve lu_unpack matrix_exp matrix_power ormqr qr
-    slogdet svd triangular_solve
+    slogdet triangular_solve
 
     addbmm addmm addmv addr baddbmm cdist cross dot einsum inner kron mm mv outer vdot
 
@@ -33,8 +32,8 @@ AGREEING = """
 
     bucketize cummax cummin cumprod diff histc kthvalue logcumsumexp msort searchsorted
 
-    aminmax cosine_similarity count_nonzero dist median nanmean nanmedian nanquantile nansum quantile
-    renorm trace
+    aminmax cosine_similarity count_nonzero dist logsumexp median nanmedian nanquantile nansum quantile renorm
+    sum_to_size trace
 
     index_fill index_put scatter scatter_add take
 
@@ -57,6 +56,11 @@ RENAMED = {
     "bilinear": "ops.bidense",
     "bitwise_not": "ops.invert",
     "col2im": "F.fold",
+    **{
+        f"fft_{kind}{dims}": f"ops.{kind}{dims}" for kind in ("fft", "ifft", "rfft", "irfft") for dims in ("", "2", "n")
+    },
+    "fft_fftshift": "ops.fftshift",
+    "fft_ifftshift": "ops.ifftshift",
     "gather": "ops.gather_elements",
     "i0": "ops.bessel_i0",
     "im2col": "ops.unfold F.unfold",
@@ -65,6 +69,7 @@ RENAMED = {
     "linalg_eigvals": "ops.eigvals",
     "linalg_inv": "linalg.inv",
     "linalg_matrix_norm": "ops.matrix_norm linalg.matrix_norm",
+    "linalg_multi_dot": "numpy.multi_dot",
     "linalg_norm": "ops.norm linalg.norm",
     "linalg_pinv": "ops.pinv",
     "linalg_qr": "linalg.qr",
@@ -73,15 +78,23 @@ RENAMED = {
     "linalg_vector_norm": "ops.vector_norm linalg.vector_norm",
     "log_sigmoid": "ops.logsigmoid F.logsigmoid",
     "movedim": "ops.moveaxis",
+    "norm": "mint.norm",
     "outer": "ops.ger",
     "select": "mint.select",
     "softshrink": "ops.soft_shrink",
     "special_bessel_j0": "ops.bessel_j0",
     "special_bessel_j1": "ops.bessel_j1",
+    "special_bessel_y0": "ops.bessel_y0",
+    "special_bessel_y1": "ops.bessel_y1",
     "special_i0e": "ops.bessel_i0e",
     "special_i1": "ops.bessel_i1",
     "special_i1e": "ops.bessel_i1e",
+    "special_modified_bessel_k0": "ops.bessel_k0",
+    "special_modified_bessel_k1": "ops.bessel_k1",
+    "special_scaled_modified_bessel_k0": "ops.bessel_k0e",
+    "special_scaled_modified_bessel_k1": "ops.bessel_k1e",
     "special_zeta": "ops.zeta",
+    "take_along_dim": "numpy.take_along_axis",
     "tensordot": "ops.tensor_dot",
     "vstack": "ops.row_stack",
     "where": "ops.select",
@@ -93,6 +106,7 @@ NEUTRALS = {
     "any": "ops.any mint.any",
     "argsort": "ops.argsort",
     "bmm": "ops.bmm mint.bmm",
+    "broadcast_to": "ops.broadcast_to mint.broadcast_to",
     "cumsum": "ops.cumsum",
     "flip": "ops.flip mint.flip",
     "linear": "ops.dense F.linear",
@@ -110,6 +124,13 @@ NEUTRALS = {
     "transpose": "ops.swapaxes mint.swapaxes mint.transpose",
     "unbind": "ops.unbind",
     "unsqueeze": "ops.unsqueeze mint.unsqueeze ops.expand_dims",
+}
+
+# Functions that the neutral operator answers for plain tensors too. MindSpore's own fail under gradient recording
+# (``nanmean``), or give another result at every second call (``hfft`` and ``ihfft`` on a CPU).
+MENDED = {
+    "nanmean": "ops.nanmean",
+    **{f"fft_{kind}{dims}": f"ops.{kind}{dims}" for kind in ("hfft", "ihfft") for dims in ("", "2", "n")},
 }
 
 # The function's own parameters in the order of the rule; others follow as they come.
