@@ -12,7 +12,7 @@ import os
 import sys
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
@@ -404,7 +404,7 @@ def reshard(
         _check_free(destination, overwrite)
         rewrite = _part("rewrite")
         with _opened(source) as opened, _progress("reshard") as progress:
-            cuts = rewrite.Cuts(_mesh(mesh), dict(_cut(text) for text in cut or ()))
+            cuts = rewrite.Cuts(_mesh(mesh), _each_once(_cut(text) for text in cut or ()))
             options = {} if max_file_size is None else {"max_file_bytes": max_file_size}
             selection = rewrite.Selection(opened)
             written = rewrite.write_checkpoint(selection, destination, cuts=cuts, progress=progress, **options)
@@ -415,7 +415,16 @@ def _mesh(text: str) -> dict[str, int]:
     axes = [part.partition("=") for part in text.split(",")]
     if not all(name and size.isdecimal() for name, _, size in axes):
         raise ValueError(f"--mesh {text!r} is not of the form 'dp=2,tp=4'")
-    return {name: int(size) for name, _, size in axes}
+    return _each_once((name, int(size)) for name, _, size in axes)
+
+
+def _each_once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"'{name}' is given twice; give it once")
+        found[name] = value
+    return found
 
 
 def _cut(text: str) -> tuple[str, list[str]]:

@@ -345,6 +345,8 @@ def test_reshard(tmp_path, worlds):
         (["--mesh", "dp=2", "--cut", "**=dp,dp"], "uses an axis twice"),
         (["--mesh", "dp=2", "--cut", "model.basi=dp"], "no tensor fits the cut of 'model.basi'; there are model."),
         (["--mesh", "dp=0"], "of size 1 or more"),
+        (["--mesh", "dp=2,dp=3"], "'dp' is given twice"),
+        (["--mesh", "dp=2", "--cut", "a=dp", "--cut", "a=None"], "'a' is given twice"),
     ):
         assert said in _run("reshard", tmp_path / "c", tmp_path / "x", *arguments, status=2)
     assert not (tmp_path / "x").exists()
