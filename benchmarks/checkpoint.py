@@ -5,8 +5,9 @@ does the same thing with all three, in another order each time; a time is the sl
 rounds. Everybody fsyncs its files: we do, torch does by default, and so does the bare writing. Before each save the
 disk has finished what was written before. Loading is from files in the page cache for all. *Stall* is how long
 ``async_save`` keeps its caller; torch's gets a process group of its own, without which its thread would mix up its
-messages with those of the program. Memory is the largest growth of a rank's resident set while it saves or loads.
-Planning is measured for 1,024 simulated ranks.
+messages with those of the program. It is a copy of the state and little else, for both: torch's goes to new memory, and
+is quick in rounds in which the allocator has some at hand from before, so the median is shown too. Memory is the
+largest growth of a rank's resident set while it saves or loads. Planning is measured for 1,024 simulated ranks.
 
     python -m benchmarks.checkpoint [--quick] [--rounds N] [--only small|large] [--directory DIR]
 """
@@ -18,6 +19,7 @@ import gc
 import os
 import shutil
 import socket
+import statistics
 import sys
 import tempfile
 import time
@@ -274,15 +276,15 @@ def report(seconds: dict[Any, list[float]], growth: dict[Any, int], labels: list
     if LARGE in labels:
         console.print(memory)
     for label in labels:
-        spread = ", ".join(
-            f"{library} {min(times):.2f}-{max(times):.2f} s"
-            for library in LIBRARIES
-            for times in [seconds[label, SAVE, library]]
-        )
+        for what in (SAVE, STALL):
+            spread = "; ".join(
+                f"{library} {min(times):.3f}, {statistics.median(times):.3f}, {max(times):.3f} s"
+                for library in LIBRARIES
+                for times in [seconds[label, what, library]]
+            )
+            console.print(f"{label}, {what}, least, median and most of all rounds: {spread}")
         first = seconds[label, STALL, "ours"][0]
-        console.print(
-            f"{label}: saves of all rounds: {spread}; our first stall, with the start of writers: {first:.2f} s"
-        )
+        console.print(f"{label}: our first stall, with the start of writers: {first:.2f} s")
     planning = time_planning()  # once: a second time would find its answers remembered
     console.print(
         f"planning for 1,024 ranks and 5,000 tensors: {planning:.2f} s on one rank (at most {PLANNING_SECONDS:g}: "
