@@ -41,6 +41,28 @@ def test_same_as_one_device_where_ranks_have_nothing() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+@run_on_ranks(2)
+def test_gradients_of_gradients_where_a_rank_has_nothing() -> None:
+    mesh = hp.init_device_mesh("cpu", (2,))
+    cases = [
+        (torch.nn.functional.conv1d, tensor(1, 2, 5), tensor(3, 2, 3, seed=1)),
+        (torch.nn.functional.linear, tensor(1, 5), tensor(3, 5, seed=1)),
+        (lambda a, b: torch.cdist(a, b, 2.0, "use_mm_for_euclid_dist"), tensor(1, 3), tensor(4, 3, seed=1)),
+    ]
+    for run, x, weight in cases:
+        found = []
+        for places in (None, (hp.Shard(0), hp.Replicate())):  # x has one row
+            leaves = [x.clone(), weight.clone()]
+            if places is not None:
+                leaves = [hp.distribute_tensor(leaf, mesh, [place]) for leaf, place in zip(leaves, places, strict=True)]
+            for leaf in leaves:
+                leaf.requires_grad_()
+            (gradient,) = torch.autograd.grad(run(*leaves).square().sum(), leaves[0], create_graph=True)
+            gradient.square().sum().backward()
+            found.append([leaf.grad if places is None else leaf.grad.full_tensor() for leaf in leaves])
+        torch.testing.assert_close(found[1], found[0])
+
+
 @run_on_ranks(4)
 def test_parameters_have_gradients_on_every_rank() -> None:
     mesh = hp.init_device_mesh("cpu", (4,))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import Any
 
 from hyper_parallel.core.shard.signature import LocalCall
@@ -21,11 +23,13 @@ def block_tensors(call: LocalCall) -> list[Any]:
 
 
 def zeros_in_graph(call: LocalCall, index: int = 0) -> Any:
-    """Zeros of the shape of an output's block that keep all inputs in the graph, with gradients of zeros."""
+    """Zeros of the shape of an output's block that keep all inputs in the graph, with gradients of zeros.
+
+    The gradient of each depends on all of them, as it does on the other ranks, so that all take part in the gradients
+    of gradients.
+    """
     platform = get_platform()
     tensors = block_tensors(call)
     zeros = platform.zeros(call.local_output_shape(index), tensors[0].dtype, tensors[0].device)
-    for tensor in tensors:
-        if tensor.is_floating_point() or tensor.is_complex():
-            zeros = zeros + platform.silenced(tensor).sum()
-    return zeros
+    sums = [platform.silenced(one).sum() for one in tensors if one.is_floating_point() or one.is_complex()]
+    return zeros + (functools.reduce(operator.add, sums).exp() - 1) if sums else zeros

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hyper_parallel.core.shard.added_term import added_once, replace_tensor
-from hyper_parallel.core.shard.empty_blocks import has_empty_block
+from hyper_parallel.core.shard.empty_blocks import has_empty_block, zeros_in_graph
 from hyper_parallel.core.shard.rule_table import einsum_rule, rule
 from hyper_parallel.core.shard.signature import Labels, LocalCall, OpCall, Signature, broadcast_labels, letters
 
@@ -214,7 +214,8 @@ def cdist(call: OpCall) -> Signature:
         (*align(first.shape[:-2], batch, sizes), "P", None),
         (*align(second.shape[:-2], batch, sizes), "R", None),
     )
-    return Signature(inputs, ((*batch, "P", "R"),))
+    # Of nothing the framework's own operator has no gradients of gradients.
+    return Signature(inputs, ((*batch, "P", "R"),), local=zeros_in_graph, needs_local=has_empty_block)
 
 
 @rule("linalg_cross", "cross")
