@@ -3,6 +3,8 @@ operators without a rule. All forms give the values of one device, or an error t
 
 from __future__ import annotations
 
+import threading
+
 import mindspore as ms
 import mindspore.mint.nn.functional as F
 import numpy as np
@@ -244,3 +246,20 @@ def test_plain_functions_are_as_before_also_when_compiled():
 
     assert ops.mse_loss.__name__ == "mse_loss"
     np.testing.assert_allclose(compiled(Tensor(array)).asnumpy(), plain(Tensor(array)).asnumpy(), 1e-5)
+
+
+@run_on_ranks(2)
+def test_planning_does_not_use_the_meta_device_while_other_threads_run():
+    """It is that of the whole process: the operators of other threads would get no memory."""
+    mesh, array = line(), values(6, 3)
+    idle = threading.Event()
+    thread = threading.Thread(target=idle.wait)
+    thread.start()
+    device_context, ms.DeviceCtx = ms.DeviceCtx, None
+    try:
+        x = placed(array, mesh, hp.Shard(0))
+        same(ops.cumsum(x.reshape(2, 9) * 1.5, 1), ops.cumsum(Tensor(array).reshape(2, 9) * 1.5, 1), "with a thread")
+    finally:
+        ms.DeviceCtx = device_context
+        idle.set()
+        thread.join()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -20,9 +21,11 @@ _REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
 
 
 def _block(value: Any) -> Any:
-    """The value with every DTensor in it, also in lists, replaced by its block."""
+    """The value with every DTensor in it, also in lists, replaced by its block; a list without one stays that list."""
     if type(value) is list or type(value) is tuple:
-        return type(value)([_block(item) for item in value])
+        blocks = [_block(item) for item in value]
+        changed = any(block is not item for block, item in zip(blocks, value, strict=True))
+        return type(value)(blocks) if changed else value
     return value._settled()._local if is_distributed(value) else value
 
 
@@ -167,28 +170,43 @@ def without_interception(func: Callable[..., Any], *args: Any, **kwargs: Any) ->
 def output_shapes(func: Callable[..., Any], args: Any, kwargs: Any) -> list[tuple[int, ...]]:
     """The global shapes of the tensors that ``func`` returns, found by calling it on tensors without memory.
 
-    A few functions of MindSpore cannot do that; these are called on small zeros.
+    A few functions of MindSpore cannot do that; these are called on small zeros. So are all while other threads run:
+    MindSpore's device of tensors without memory is that of the whole process, and would take their operators too.
     """
     infer = getattr(func, "shapes", None)
     if infer is not None:
         return infer(*args, **kwargs)
+    is_small = sum(_num_elements(value) for value in (*args, *kwargs.values())) <= _MAX_ELEMENTS_FOR_SHAPES
     with private_api.no_grad():
-        try:
-            with ms.DeviceCtx("meta"):
-                result = _call_with(func, args, kwargs, _without_memory)
-            if result is None:  # as of a primitive that does not know tensors without memory
-                raise RuntimeError(f"{func} has no result on tensors without memory")
-        except _REFUSALS as error:
-            private_api.start_recording()  # MindSpore stops recording when an operator fails
-            if sum(_num_elements(value) for value in (*args, *kwargs.values())) > _MAX_ELEMENTS_FOR_SHAPES:
-                raise
+        if is_small and _other_threads_run():
+            result = _on_zeros(func, args, kwargs, None)
+        else:
             try:
-                result = _call_with(func, args, kwargs, _zeros)
-            except _REFUSALS as real:
-                private_api.start_recording()
-                raise type(real)(_first_line(real)) from error
+                with ms.DeviceCtx("meta"):
+                    result = _call_with(func, args, kwargs, _without_memory)
+                if result is None:  # as of a primitive that does not know tensors without memory
+                    raise RuntimeError(f"{func} has no result on tensors without memory")
+            except _REFUSALS as error:
+                private_api.start_recording()  # MindSpore stops recording when an operator fails
+                if not is_small:
+                    raise
+                result = _on_zeros(func, args, kwargs, error)
     results = result if isinstance(result, (tuple, list)) else [result]
     return [tuple(item.shape) for item in results if isinstance(item, Tensor)]
+
+
+def _other_threads_run() -> bool:
+    """Besides those of the library, which call no operators."""
+    mine = threading.current_thread()
+    return any(one is not mine and not one.name.startswith("hyper_parallel") for one in threading.enumerate())
+
+
+def _on_zeros(func: Callable[..., Any], args: Any, kwargs: Any, cause: Exception | None) -> Any:
+    try:
+        return _call_with(func, args, kwargs, _zeros)
+    except _REFUSALS as error:
+        private_api.start_recording()
+        raise type(error)(_first_line(error)) from cause
 
 
 def _call_with(func: Callable[..., Any], args: Any, kwargs: Any, make: Callable[[Any], Any]) -> Any:
