@@ -136,6 +136,15 @@ def test_mistakes_with_tensors():
         distribute_tensor(torch.tensor(1.0), mesh, [Shard(0)])
 
 
+@run_on_ranks(4)
+def test_ranks_outside_hold_an_empty_block():
+    mesh = make_mesh(2, rank_list=[3, 1])
+    start = leaf(torch.arange(6.0))
+    for made in (distribute_tensor(start, mesh, [Shard(0)]), distribute_tensor(start * 2, mesh, [Shard(0)])):
+        assert made.shape == (6,) and made.requires_grad and made.placements == (Shard(0),)
+        assert made.local_shape == ((0,), (3,), (0,), (3,))[dist.get_rank()]
+
+
 # ---------------------------------------------------------------- factories
 
 FACTORIES = {

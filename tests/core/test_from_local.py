@@ -230,6 +230,24 @@ def test_the_comparison_of_sizes_is_seen_and_bounded():
     assert len(shard_sizes._checks) <= 32
 
 
+@run_on_ranks(2)
+def test_sizes_that_no_cut_gives_are_errors_at_the_first_communication():
+    rank, mesh = rank_and_mesh()
+    uses = {
+        "full_tensor": lambda made: made.full_tensor(),
+        "redistribute": lambda made: made.redistribute(placements=[Shard(1)]),
+        "async": lambda made: made.redistribute(async_op=True),
+        "op": lambda made: (made * 2).full_tensor(),
+        "ops": lambda made: (made.abs() + 1).exp().redistribute(placements=[Replicate()]),
+        "sum": lambda made: made.sum().full_tensor(),
+        "item": lambda made: made.sum().item(),
+    }
+    for rows, (name, use) in itertools.product(([1, 3], [0, 2], [2, 3]), uses.items()):
+        made = from_local(torch.ones(rows[rank], 2), mesh, [Shard(0)])
+        text = raised_by_all(lambda made=made, use=use: use(made), SIZES_DIFFER)
+        assert f"rank 0: ({rows[0]}, 2), rank 1: ({rows[1]}, 2)" in text, name
+
+
 # ---------------------------------------------------------------- gradients
 
 

@@ -12,16 +12,15 @@ from hypothesis import strategies as st
 from hyper_parallel import (
     CommRecorder,
     DeviceMesh,
-    DTensor,
     Layout,
     Partial,
     Replicate,
     Shard,
-    distribute_tensor,
     explain,
 )
 from hyper_parallel.core.dtensor.device_mesh import init_device_mesh
 from tests.core.layout_cases import SHAPES, Summands, block_of, layout_specs
+from tests.frameworks import assert_close, backward, dist, distribute_tensor, equal, from_local, grad_of, leaf, ours
 from tests.world import run_on_ranks
 
 # (shape, ranks) of the two meshes
@@ -46,7 +45,7 @@ def transfers(draw):
 
 
 def check_transfers(cases):
-    rank = torch.distributed.get_rank()
+    rank = dist.get_rank()
     for (first, second), shape, before, after in cases:
         meshes = [init_device_mesh("cpu", mesh_shape, rank_list=ranks) for mesh_shape, ranks in (first, second)]
         source, target = Layout.of(meshes[0], *before), Layout.of(meshes[1], *after)
@@ -63,21 +62,21 @@ def check_transfers(cases):
             if inside
             else torch.empty((0,) * len(shape), dtype=torch.float64)
         )
-        leaf = own.clone().requires_grad_()
-        moved = DTensor.from_local(leaf, meshes[0], source, shape=shape).redistribute(meshes[1], target)
+        own = leaf(own)
+        moved = from_local(own, meshes[0], source, shape=shape).redistribute(meshes[1], target)
         assert moved.layout is target and moved.shape == shape, where
         if rank in second[1]:
             if not target.has_partial:
-                assert torch.equal(moved.to_local(), block_of(value, target)), where
+                assert equal(moved.to_local(), block_of(value, target)), where
             whole = moved.full_tensor()
-            assert torch.equal(whole, value), where
-            whole.backward(weight)
+            assert equal(whole, value), where
+            backward(whole, weight)
         else:
             block = moved.to_local()
-            block.backward(torch.zeros_like(block))
+            backward(block, block * 0)
         if inside:
             expected = block_of(summands.of(meshes[0].get_coordinate()).grad, source)
-            torch.testing.assert_close(leaf.grad, expected, msg=where)
+            assert_close(grad_of(own), expected, msg=where)
 
 
 def test_any_layout_of_one_mesh_to_any_of_another(worlds):
@@ -96,7 +95,7 @@ def bytes_between(source_spec, target_spec, shape):
     with CommRecorder() as recorder:
         moved = start.redistribute(meshes[1], target_spec[1])
     if meshes[1].get_coordinate() is not None:
-        assert torch.equal(moved.to_local(), block_of(whole, moved.layout))
+        assert equal(moved.to_local(), block_of(whole, moved.layout))
     assert {record.op for record in recorder.records} <= {"all_to_all_single"}
     return recorder.total_bytes, explain(start.layout, moved.layout, shape)
 
@@ -127,7 +126,7 @@ def test_each_byte_is_sent_once(worlds, source, target, num_elements):
 
 def _bytes_or_nothing(source, target, shape):
     ranks = {*torch.tensor(source[0]).flatten().tolist(), *torch.tensor(target[0]).flatten().tolist()}
-    return bytes_between(source, target, shape) if torch.distributed.get_rank() in ranks else None
+    return bytes_between(source, target, shape) if dist.get_rank() in ranks else None
 
 
 @run_on_ranks(4)
@@ -136,14 +135,14 @@ def test_copies_share_the_work_of_sending():
     start = distribute_tensor(torch.arange(100.0), first, [Replicate()])
     with CommRecorder() as recorder:
         start.redistribute(second, [Shard(0)])
-    assert recorder.total_bytes == (200 if torch.distributed.get_rank() < 2 else 0)
+    assert recorder.total_bytes == (200 if dist.get_rank() < 2 else 0)
 
 
 @run_on_ranks(4)
 def test_a_rank_of_neither_mesh_may_not_ask():
     first, second = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [1, 2])
     start = distribute_tensor(torch.arange(4.0), first, [Shard(0)])
-    if torch.distributed.get_rank() == 3:
+    if dist.get_rank() == 3:
         with pytest.raises(
             RuntimeError, match=r"rank 3 is part of neither DeviceMesh.* nor DeviceMesh.* holds nothing"
         ):
@@ -154,7 +153,7 @@ def test_a_rank_of_neither_mesh_may_not_ask():
 
 @run_on_ranks(4)
 def test_training_across_two_meshes_gives_the_gradients_of_one_process():
-    rank = torch.distributed.get_rank()
+    rank = dist.get_rank()
     stages = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])]
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(6, 6, dtype=torch.float64, generator=generator) for _ in range(2)]
@@ -166,32 +165,33 @@ def test_training_across_two_meshes_gives_the_gradients_of_one_process():
         distribute_tensor(weight, mesh, [Shard(1)]).requires_grad_()
         for weight, mesh in zip(weights, stages, strict=True)
     ]
-    hidden = torch.zeros(5, 0, dtype=torch.float64, requires_grad=True)
+    hidden = leaf(torch.zeros(5, 0, dtype=torch.float64))
     if rank < 2:
-        hidden = (data @ parameters[0].full_tensor()).tanh()
+        hidden = (ours(data) @ parameters[0].full_tensor()).tanh()
         hidden = distribute_tensor(hidden, stages[0], [Shard(0)])
     else:
-        hidden = DTensor.from_local(hidden, stages[0], [Shard(0)], shape=(5, 6))
+        hidden = from_local(hidden, stages[0], [Shard(0)], shape=(5, 6))
     passed = hidden.redistribute(stages[1], [Shard(0)])
     if rank < 2:
         block = passed.to_local()
-        block.backward(torch.zeros_like(block))
-        assert torch.allclose(parameters[0].grad.full_tensor(), plain[0].grad)
+        backward(block, block * 0)
+        assert_close(parameters[0].grad.full_tensor(), plain[0].grad)
     else:
-        (passed.full_tensor() @ parameters[1].full_tensor()).square().sum().backward()
-        assert torch.allclose(parameters[1].grad.full_tensor(), plain[1].grad)
+        output = passed.full_tensor() @ parameters[1].full_tensor()
+        backward((output * output).sum())
+        assert_close(parameters[1].grad.full_tensor(), plain[1].grad)
 
 
 @run_on_ranks(4)
 def test_scalars_move_too():
     meshes = [DeviceMesh("cpu", [[0, 1], [2, 3]]), DeviceMesh("cpu", [3, 2])]
     for before, after in itertools.product([Replicate(), Partial(), Partial("max")], repeat=2):
-        leaf = distribute_tensor(torch.tensor(5.0), meshes[0], [before, Replicate()]).requires_grad_()
-        moved = leaf.redistribute(meshes[1], [after])
-        if torch.distributed.get_rank() > 1:
+        start = distribute_tensor(torch.tensor(5.0), meshes[0], [before, Replicate()]).requires_grad_()
+        moved = start.redistribute(meshes[1], [after])
+        if dist.get_rank() > 1:
             assert moved.full_tensor() == 5
-            moved.full_tensor().backward()
+            backward(moved.full_tensor())
         else:
-            moved.to_local().backward(torch.tensor(0.0))
+            backward(moved.to_local(), torch.tensor(0.0))
         # The maximum is attained on all ranks of the axis, which share the gradient.
-        assert leaf.grad.to_local() == (0.5 if before == Partial("max") else 1)
+        assert start.grad.to_local() == (0.5 if before == Partial("max") else 1)

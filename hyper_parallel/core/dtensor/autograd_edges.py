@@ -178,9 +178,11 @@ def _reduce_non_linear(tensor: Any, source: Layout, target: Layout, shape: Shape
         if op is None:
             continue
         reduced = source.with_partials([None if a == axis else p for a, p in enumerate(source.partials)])
-        if op not in _NON_LINEAR:
+        if source.mesh.get_coordinate() is None:
+            pass  # an empty block takes no part
+        elif op not in _NON_LINEAR:
             tensor = _platform.without_interception(Redistribute.apply, tensor, source, reduced, shape)
-        elif source.mesh.get_coordinate() is not None:
+        else:
             finish_checks()
             tensor = _platform.differentiable_all_reduce(tensor, op, source.mesh.get_group(axis))
         source = reduced
@@ -228,3 +230,31 @@ class FromLocal(_platform.Function):  # type: ignore[name-defined]
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
         return because("backward of from_local", redistribute_with_grad, gradient, *ctx.edge), None, None, None
+
+
+class Outside(_platform.Function):  # type: ignore[name-defined]
+    """forward: the empty block of a rank outside of the mesh instead of ``tensor``; backward: zeros.
+
+    The rank stays in the graph: it takes part in the backward of a move from that mesh, in which others wait for it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Any) -> Any:
+        ctx.whole = (tuple(tensor.shape), tensor.dtype, tensor.device)
+        return _platform.new_tensor(outside_shape(tuple(tensor.shape)), tensor.dtype, tensor.device)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return _OutsideGradient.apply(gradient, *ctx.whole)
+
+
+class _OutsideGradient(_platform.Function):  # type: ignore[name-defined]
+    """forward: zeros for what :class:`Outside` was given; backward: an empty block."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Any, shape: Shape, dtype: Any, device: Any) -> Any:
+        return _platform.zeros(shape, dtype, device)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return Outside.apply(gradient), None, None, None

@@ -108,7 +108,7 @@ def _check_op(function: str, data: Tensor, op: str, group: ProcessGroup) -> None
 
 
 def _check_writable(function: str, data: Tensor, group: ProcessGroup) -> None:
-    if any(stride == 0 and size > 1 for size, stride in zip(data.shape, data.stride(), strict=True)):
+    if data.numel() and any(stride == 0 and size > 1 for size, stride in zip(data.shape, data.stride(), strict=True)):
         raise ValueError(
             f"{function} {where(group)} writes into its tensor, but this one of shape {tuple(data.shape)} is "
             "expanded: several elements share memory; pass a copy of it, tensor * 1"

@@ -19,16 +19,21 @@ from hyper_parallel.platform.mindspore.tensors import zeros
 
 
 class _Nothing(private_api.Function):
-    """forward: zeros of a shape; backward: zeros for every tensor that was given."""
+    """forward: zeros of a shape; backward: zeros for every tensor that was given.
+
+    Differentiated once more these belong to the graph as they do on the ranks that have elements, which may wait for
+    this one there.
+    """
 
     @staticmethod
     def forward(ctx: Any, shape: tuple[int, ...], dtype: Any, *tensors: Any) -> Any:
-        ctx.described = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+        ctx.save_for_backward(*tensors)
         return zeros(shape, dtype=dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
-        return None, None, *(zeros(shape, dtype=dtype) for shape, dtype in ctx.described)
+        given = ctx.saved_tensors
+        return None, None, *(zeros_of(tensor.shape, tensor.dtype, gradient, *given) for tensor in given)
 
 
 class _Silent(private_api.Function):
@@ -40,7 +45,7 @@ class _Silent(private_api.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
-        return zeros(tuple(gradient.shape), dtype=gradient.dtype)
+        return zeros_of(gradient.shape, gradient.dtype, gradient)
 
 
 def zeros_of(shape: Sequence[int], dtype: Any, *tensors: Any) -> Any:
