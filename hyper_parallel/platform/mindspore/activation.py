@@ -17,9 +17,11 @@ import mindspore as ms
 from mindspore import Parameter, Tensor, nn, ops
 
 from hyper_parallel.platform.mindspore import private_api, start
+from hyper_parallel.platform.mindspore.dtensor_base import as_dtensor, is_distributed, plain_kind
 from hyper_parallel.platform.mindspore.dtensor_support import random_state
 from hyper_parallel.platform.mindspore.tensors import detached
 from hyper_parallel.platform.module_wrappers import CHILD, Checkpointed, Lookalike, check_wrapper_arguments
+from hyper_parallel.platform.trees import map_leaves
 
 __all__ = [
     "CheckpointPolicy",
@@ -63,9 +65,39 @@ def checkpoint(
     """
     # MindSpore would stop the second run early by an exception, which leaves its stack of cells in disorder.
     if not use_reentrant:
+        function = _RepeatedDraws(_Relabelled(function, args, kwargs))
         kwargs |= {"early_stop": False, "context_fn": context_fn or noop_context_fn}
-        function = _RepeatedDraws(function)
     return ms.recompute(function, *args, use_reentrant=use_reentrant, **kwargs)
+
+
+class _Relabelled:
+    """A function that gets distributed tensors again where MindSpore hands their blocks to its second run: it does so
+    where recomputes nest, since it keeps the arguments of an inner one like other tensors that are saved.
+    """
+
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._function = function
+        self._labels: list[Any] = []
+        self._has_run = False
+        map_leaves(lambda value: self._labels.append(_label_of(value)), (args, kwargs))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._has_run and any(self._labels):
+            labels = iter(self._labels)
+            args, kwargs = map_leaves(lambda value: _labelled(value, next(labels)), (args, kwargs))
+        self._has_run = True
+        return self._function(*args, **kwargs)
+
+
+def _label_of(value: Any) -> tuple[type, Any, Any] | None:
+    return (plain_kind(type(value)), value._layout, value._global_shape) if is_distributed(value) else None
+
+
+def _labelled(value: Any, label: tuple[type, Any, Any] | None) -> Any:
+    if label is None or is_distributed(value):
+        return value
+    kind, layout, shape = label
+    return as_dtensor(kind, value, layout, shape)
 
 
 class _RepeatedDraws:
