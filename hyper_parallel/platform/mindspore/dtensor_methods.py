@@ -14,7 +14,13 @@ from typing import Any
 
 from mindspore import Parameter, Tensor, ops
 
-from hyper_parallel.platform.mindspore import dtensor_names, dtensor_operators, dtensor_whole, private_api
+from hyper_parallel.platform.mindspore import (
+    compiled_code,
+    dtensor_names,
+    dtensor_operators,
+    dtensor_whole,
+    private_api,
+)
 from hyper_parallel.platform.mindspore.dtensor_base import DTensorBase, as_dtensor, has_dtensor, local_alias, plain_kind
 from hyper_parallel.platform.mindspore.dtensor_empty import zeros_of
 from hyper_parallel.platform.mindspore.dtensor_names import NEUTRAL, RANDOM, Composed, neutral_call, passed_on
@@ -31,6 +37,7 @@ def set_dispatcher(intercept: Callable[..., Any]) -> None:
     dtensor_names.dispatch = _dispatch
     dtensor_operators.give_operators(_enter)
     dtensor_whole.take_functions(_enter)
+    compiled_code.refuse_distributed_tensors()
 
 
 def _dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

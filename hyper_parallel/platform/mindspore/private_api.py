@@ -13,7 +13,9 @@ from mindspore import Tensor
 from mindspore._c_expression import NoFallbackGuard, run_backward
 from mindspore.common import dtype as mstype
 from mindspore.common._grad_function import _Function
-from mindspore.graph.api import _no_grad, _pynative_executor
+from mindspore.graph import _parse, jit_trace
+from mindspore.graph._utils import pijit_context
+from mindspore.graph.api import _JitExecutor, _no_grad, _pynative_executor
 from mindspore.ops._utils.arg_handler import dtype_to_type_id
 
 __all__ = ["CHECKED_VERSION", "Function", "NoFallbackGuard", "executor", "no_grad", "run_backward"]
@@ -168,3 +170,21 @@ def transient_buffers_of(cell: Any) -> set[str]:
 def cells_of(cell: Any) -> dict[str, Any]:
     """A cell's own cells by attribute name; the public ``name_cells`` is what a wrapper overrides."""
     return cell._cells
+
+
+# ---------------------------------------------------------------- compiled code
+
+
+class Compiler:
+    """Where compiled code can be looked at before it runs, for which there is no public hook.
+
+    ``executor`` is the class behind ``mindspore.jit``: its ``_predict`` is the first thing in every call of a jitted
+    function (``nn.Cell`` has one of that name, the first thing in every call of a cell in GRAPH_MODE). ``parsing`` has
+    ``resolve_symbol``, which finds what compiled code uses by name. ``capturing`` and ``tracing`` are the same for the
+    other ``capture_mode``s: ``PreJit``, ``PIJitCaptureContext`` and ``_jit_trace_begin`` come first there.
+    """
+
+    executor = _JitExecutor
+    parsing = _parse
+    capturing = pijit_context
+    tracing = jit_trace
