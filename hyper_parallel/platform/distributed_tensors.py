@@ -297,6 +297,11 @@ class DistributedTensorSupport(ABC):
 
     @staticmethod
     @abstractmethod
+    def is_dtype(value: Any) -> bool:
+        """Whether ``value`` is a dtype of the framework."""
+
+    @staticmethod
+    @abstractmethod
     def dtype_name(dtype: Any) -> Any:
         """``"float32"`` for the framework's float32."""
 

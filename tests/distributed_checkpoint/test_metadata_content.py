@@ -21,6 +21,7 @@ from hyper_parallel.core.distributed_checkpoint.metadata import ChunkStorageMeta
 from hyper_parallel.core.distributed_checkpoint.planner import WriteItemType
 from hyper_parallel.core.distributed_checkpoint.rewrite import Cuts, Selection, write_checkpoint
 from hyper_parallel.core.distributed_checkpoint.tensor_source import open_source
+from tests.frameworks import equal, ours
 
 BOXES = [((0, 0), (1, 3)), ((1, 0), (3, 1)), ((1, 1), (3, 2))]  # of (4, 3), and no grid
 
@@ -61,13 +62,13 @@ def wanted():
 def sound(tmp_path_factory):
     """Two checkpoints: one cut by layouts, one in boxes of a planner's own; the body of each, and what it holds."""
     root = tmp_path_factory.mktemp("sound")
-    checkpoint.save(wanted(), checkpoint_id=root / "whole")
+    checkpoint.save(ours(wanted()), checkpoint_id=root / "whole")
     source = open_source(root / "whole")
     cuts = Cuts({"dp": 2, "tp": 2}, {"a": ["tp", "None"], "b": ["dp+tp"]})
     write_checkpoint(Selection(source), root / "cut", cuts=cuts, max_file_bytes=40)
     source.close()
     boxed = {"a": wanted()["a"], "note": wanted()["note"]}
-    checkpoint.save(boxed, checkpoint_id=root / "boxed", planner=BoxesPlanner())
+    checkpoint.save(ours(boxed), checkpoint_id=root / "boxed", planner=BoxesPlanner())
     return [(path, body_of(path), state) for path, state in ((root / "cut", wanted()), (root / "boxed", boxed))]
 
 
@@ -83,11 +84,11 @@ def write_body(path, text):
 
 
 def load_into_blank(path, state):
-    target = {key: torch.zeros_like(value) if torch.is_tensor(value) else None for key, value in state.items()}
+    target = {key: ours(torch.zeros_like(value)) if torch.is_tensor(value) else None for key, value in state.items()}
     checkpoint.load(target, checkpoint_id=path)
     for key, value in state.items():
         if torch.is_tensor(value):
-            assert torch.equal(target[key], value), key
+            assert equal(target[key], value), key
         else:
             np.testing.assert_equal(target[key], value)
 
@@ -254,7 +255,13 @@ def test_any_change_of_the_content_is_harmless_or_an_error(sound, data):
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.data())
 def test_any_change_of_an_object_is_another_object_or_an_error(data):
-    value = {"t": (1, {2}, b"xy"), "a": np.arange(3), "w": torch.arange(2.0), "d": {1: 2.5, "k": float("nan")}, "z": 1j}
+    value = {
+        "t": (1, {2}, b"xy"),
+        "a": np.arange(3),
+        "w": ours(torch.arange(2.0)),
+        "d": {1: 2.5, "k": float("nan")},
+        "z": 1j,
+    }
     text, _, blobs = encode_object(value, "x")[0].partition(b"\0")
     document = json.loads(text)
     *parent, key = data.draw(st.sampled_from(list(places(document))[1:]))
@@ -278,5 +285,5 @@ def test_any_change_of_an_object_is_another_object_or_an_error(data):
 )
 def test_a_global_plan_that_makes_no_checkpoint(tmp_path, planner, said):
     with pytest.raises(ValueError, match=f"build_global_plan gave a plan that cannot be saved: {said}"):
-        checkpoint.save({"a": torch.arange(12.0).reshape(4, 3)}, checkpoint_id=tmp_path / "c", planner=planner)
+        checkpoint.save(ours({"a": wanted()["a"]}), checkpoint_id=tmp_path / "c", planner=planner)
     assert not (tmp_path / "c").exists()

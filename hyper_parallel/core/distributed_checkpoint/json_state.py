@@ -166,7 +166,7 @@ class _Encoder:
             return {_TAG: "path", "text": str(value)}
         if kind is type(self._platform.list_to_size([])):
             return {_TAG: "size", "items": [int(item) for item in value]}
-        if kind is type(self._platform.default_dtype()):
+        if self._platform.is_dtype(value):
             return {_TAG: "dtype", "text": dtype_name(self._platform.dtype_name(value))}
         raise _CannotEncode(value, f"a {kind.__module__}.{kind.__qualname__}")
 

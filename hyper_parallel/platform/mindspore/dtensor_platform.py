@@ -82,6 +82,7 @@ class DistributedTensors:
     # small services
     get_op_name = staticmethod(dtensor_functions.get_op_name)
     default_dtype = staticmethod(dtensor_support.default_dtype)
+    is_dtype = staticmethod(tensors.is_dtype)
     dtype_name = staticmethod(tensors.dtype_name)
     from_numpy = staticmethod(tensors.from_numpy)
     is_dense_tensor = staticmethod(dtensor_support.is_dense_tensor)

@@ -20,6 +20,7 @@ from hyper_parallel.platform.mindspore import (
     optimizer_state,
     overlap,
     parameter_uses,
+    raw_bits,
     start,  # isort: split - the first of all: it checks and configures
     state,
     symmetric_memory,
@@ -109,6 +110,9 @@ class MindSporePlatform(DistributedTensors, Platform):
     tensor_type_cast = staticmethod(tensors.tensor_type_cast)
     cast_fp_tensor = staticmethod(tensors.cast_fp_tensor)
     tensor_to_numpy = staticmethod(tensors.tensor_to_numpy)
+    raw_array = staticmethod(raw_bits.raw_array)  # type: ignore[assignment]
+    set_raw = staticmethod(raw_bits.set_raw)  # type: ignore[assignment]
+    is_in_host_memory = staticmethod(raw_bits.is_in_host_memory)  # type: ignore[assignment]
     get_element_size = staticmethod(tensors.get_element_size)
     get_tensor_storage_size = staticmethod(tensors.get_tensor_storage_size)
     str_to_dtype = staticmethod(tensors.str_to_dtype)

@@ -52,6 +52,11 @@ def str_to_dtype(dtype_str: Any) -> Any:
     return find_dtype(dtype_str, _DTYPES, _ABBREVIATIONS)
 
 
+def is_dtype(value: Any) -> bool:
+    """Whether ``value`` is a dtype; each has a class of its own."""
+    return isinstance(value, ms.Type) and value in _NAMES
+
+
 def dtype_name(dtype: Any) -> str:
     """``"float32"`` for ``mindspore.float32``."""
     return _NAMES[dtype]

@@ -81,6 +81,10 @@ def default_dtype() -> torch.dtype:
     return torch.get_default_dtype()
 
 
+def is_dtype(value: Any) -> bool:
+    return isinstance(value, torch.dtype)
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """``"float32"`` for ``torch.float32``."""
     return str(dtype).removeprefix("torch.")
@@ -253,6 +257,7 @@ __all__ = [
     "from_numpy",
     "index_tensor",
     "is_dense_tensor",
+    "is_dtype",
     "is_framework_service",
     "is_intercepted",
     "needs_grad",

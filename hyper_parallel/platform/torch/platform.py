@@ -269,6 +269,7 @@ class TorchPlatform(Platform):
     copied = staticmethod(dtensor_support.copied)
     write_mark = staticmethod(dtensor_support.write_mark)
     default_dtype = staticmethod(dtensor_support.default_dtype)
+    is_dtype = staticmethod(dtensor_support.is_dtype)
     dtype_name = staticmethod(dtensor_support.dtype_name)
     from_numpy = staticmethod(dtensor_support.from_numpy)
     index_tensor = staticmethod(dtensor_support.index_tensor)
