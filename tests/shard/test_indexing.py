@@ -245,22 +245,6 @@ def test_elements_of_a_cut_dim_cost_nothing() -> None:
 
 
 @run_on_ranks(2)
-def test_a_value_with_a_gradient_written_into_a_fresh_tensor() -> None:
-    mesh = hp.init_device_mesh("cpu", (2,))
-    whole = tensor(3, 4).requires_grad_()
-    leaf = hp.distribute_tensor(tensor(3, 4).requires_grad_(), mesh, [hp.Shard(1)])
-    for x, device_mesh in ((whole, None), (leaf, mesh)):
-        fresh = torch.zeros(5, 4, dtype=torch.float64)
-        y = fresh if device_mesh is None else hp.distribute_tensor(fresh, device_mesh, [hp.Shard(0)])
-        y[1:4] = x
-        y[4] += x[0] * 2
-        total = (y * y).sum()
-        (total if device_mesh is None else total.full_tensor()).backward()
-    assert whole.grad is not None and leaf.grad is not None
-    assert torch.allclose(leaf.grad.full_tensor(), whole.grad, rtol=1e-12, atol=1e-12)
-
-
-@run_on_ranks(2)
 def test_wrong_use_says_what_to_write() -> None:
     mesh = hp.init_device_mesh("cpu", (2,))
     x = hp.distribute_tensor(tensor(5, 4), mesh, [hp.Shard(0)])

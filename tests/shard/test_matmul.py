@@ -131,23 +131,6 @@ def test_no_gathering_and_the_layouts_one_expects() -> None:
 
 
 @run_on_ranks(2)
-def test_a_bias_is_added_once_to_a_pending_product() -> None:
-    mesh = hp.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    x, weight, bias = tensor(3, 4), tensor(5, 4, seed=1), tensor(5, seed=2).requires_grad_()
-    ours = torch.nn.functional.linear(
-        hp.distribute_tensor(x, mesh, [hp.Shard(1)]),
-        hp.distribute_tensor(weight, mesh, [hp.Shard(1)]),
-        (leaf := hp.distribute_tensor(bias, mesh, [hp.Replicate()])),
-    )
-    assert ours.placements == (hp.Partial(),)
-    expected = torch.nn.functional.linear(x, weight, bias)
-    torch.testing.assert_close(ours.full_tensor(), expected)
-    expected.square().sum().backward()
-    ours.full_tensor().square().sum().backward()
-    torch.testing.assert_close(leaf.grad.full_tensor(), bias.grad)
-
-
-@run_on_ranks(2)
 def test_shapes_that_do_not_fit_are_named() -> None:
     mesh = hp.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     left = hp.distribute_tensor(tensor(3, 4), mesh, [hp.Shard(0)])

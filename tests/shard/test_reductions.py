@@ -180,16 +180,6 @@ def test_only_results_travel(name: str) -> None:
     assert max((record.num_bytes for record in recorder.records), default=0) <= 3 * 8
 
 
-@run_on_ranks(2)
-def test_a_cut_sum_is_pending_and_stays_so_through_mean() -> None:
-    mesh = hp.init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
-    x = hp.distribute_tensor(tensor(5, 3), mesh, [hp.Shard(0)])
-    total = x.sum(0)
-    assert total.placements == (hp.Partial(),)
-    assert total.mean().placements == (hp.Partial(),)
-    torch.testing.assert_close(total.mean().full_tensor(), tensor(5, 3).sum(0).mean())
-
-
 @run_on_ranks(4)
 def test_empty_blocks_lose() -> None:
     """One row on four ranks: three blocks are empty, and the result is that of the one row."""

@@ -1,19 +1,23 @@
 """Plans: paths with wildcards, what is matched and what is refused, meshes, where values come from."""
 
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
 
 import hyper_parallel as hp
 from hyper_parallel.core.tensor_parallel.parallelize import match_plan
-from tests.tensor_parallel.toy import Decoder, Mlp, same_as_one_device, tp_plan
+from hyper_parallel.platform import get_platform
+from tests.frameworks import dist, equal, ours, theirs
+from tests.frameworks.models import fill
+from tests.tensor_parallel.small_modules import Decoder, Mlp, same_as_one_device, tp_plan
 from tests.world import run_on_ranks
 
 COL, ROW = hp.ColwiseParallel(), hp.RowwiseParallel()
 
 
-def _paths(model: nn.Module) -> dict[str, nn.Module]:
-    return dict(model.named_modules())
+def _paths(model: Any) -> dict[str, Any]:
+    return dict(get_platform().get_cells_and_names(model))
 
 
 def test_paths_with_wildcards() -> None:
@@ -48,11 +52,9 @@ def test_paths_that_match_nothing_or_twice() -> None:
 def test_sub_mesh_and_current_mesh() -> None:
     """Two data-parallel copies, each cut over its own pair of ranks."""
     mesh = hp.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    torch.manual_seed(1)
-    model = Decoder(9).double()
-    ids = torch.randint(9, (2, 4), generator=torch.Generator().manual_seed(mesh.get_local_rank("dp")))
-    ours = same_as_one_device(model, lambda m: hp.parallelize_module(m, mesh["tp"], tp_plan()), (ids,), num_steps=1)
-    assert ours.head.weight.device_mesh == mesh["tp"]
+    ids = torch.randint(9, (2, 4), generator=torch.Generator().manual_seed(mesh.get_local_rank("dp"))).int()
+    cut = same_as_one_device(lambda: Decoder(9), lambda m: hp.parallelize_module(m, mesh["tp"], tp_plan()), ids)
+    assert cut.head.weight.device_mesh == mesh["tp"]
     with mesh["tp"]:
         mlp = hp.parallelize_module(Mlp(4, 6), parallelize_plan={"up": hp.ColwiseParallel()})
     assert mlp.up.weight.device_mesh == mesh["tp"]
@@ -61,7 +63,7 @@ def test_sub_mesh_and_current_mesh() -> None:
 @run_on_ranks(4)
 def test_all_axes_of_a_mesh_and_2d() -> None:
     mesh = hp.init_device_mesh("cpu", (2, 2), mesh_dim_names=("x", "y"))
-    x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0))
     whole, last = hp.Replicate(), hp.Shard(-1)
     merged = {"up": hp.ColwiseParallel(), "down": hp.RowwiseParallel()}
     # Each weight is cut on both dims; an activation is cut on one axis and whole on the other.
@@ -75,37 +77,35 @@ def test_all_axes_of_a_mesh_and_2d() -> None:
     }
     for plan in (merged, both):
         for hidden in (8, 7, 3):
-            torch.manual_seed(1)
-            model = Mlp(8, hidden).double()
-            ours = same_as_one_device(model, lambda m, p=plan: hp.parallelize_module(m, mesh, p), (x,), num_steps=1)
+            cut = same_as_one_device(
+                lambda hidden=hidden: Mlp(8, hidden), lambda m, p=plan: hp.parallelize_module(m, mesh, p), x
+            )
             with hp.CommRecorder() as recorder:
-                ours(x)
+                cut(ours(x))
             wanted = {"all_reduce": 1} if plan is merged else {"all_reduce": 2, "all_gather_into_tensor": 1}
             assert recorder.counts == wanted, recorder.table()
 
 
 @run_on_ranks(2, 4)
 def test_where_values_come_from() -> None:
-    mesh = hp.init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("tp",))
+    mesh = hp.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     rank = mesh.get_local_rank()
+    parameters_of = get_platform().parameters_dict
 
     def built() -> Mlp:
-        torch.manual_seed(rank)
-        return Mlp(4, 6)
+        return fill(Mlp(4, 6), seed=rank)
 
-    torch.manual_seed(1)
-    of_one = Mlp(4, 6)
     plan = {"up": hp.ColwiseParallel(), "down": hp.RowwiseParallel()}
-    sent = hp.parallelize_module(built(), mesh, plan, src_data_rank=1)
-    for name, parameter in of_one.named_parameters():
-        assert torch.equal(sent.get_parameter(name).full_tensor(), parameter), name
+    sent = parameters_of(hp.parallelize_module(built(), mesh, plan, src_data_rank=1))
+    for name, parameter in parameters_of(fill(Mlp(4, 6), seed=1)).items():
+        assert equal(sent[name].full_tensor(), parameter), name
     own = built()
     with hp.CommRecorder() as recorder:
         kept = hp.parallelize_module(own, mesh, plan, src_data_rank=None)
     assert not recorder.records
     _, (start, _) = kept.up.weight.layout.local_region((6, 4))
     height = kept.up.weight.local_shape[0]
-    assert torch.equal(kept.up.weight.to_local(), built().up.weight[start : start + height])
+    assert equal(kept.up.weight.to_local(), theirs(built().up.weight)[start : start + height])
     with pytest.raises(ValueError, match=r"src_data_rank=9 is not a position in DeviceMesh"):
         hp.parallelize_module(built(), mesh, plan, src_data_rank=9)
 

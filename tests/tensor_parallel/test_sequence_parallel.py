@@ -92,42 +92,6 @@ def test_norm_over_each_head() -> None:
 
 
 @run_on_ranks(2)
-def test_other_parameters_between_cut_projections() -> None:
-    """A plain scale before the cut is whole and allowed; one behind it is refused, also on the sequence."""
-    mesh = _mesh()
-
-    class Scaled(torch.nn.Module):
-        def __init__(self, place: str) -> None:
-            super().__init__()
-            self.place = place
-            self.up, self.down = torch.nn.Linear(4, 6), torch.nn.Linear(6, 4)
-            self.scale = torch.nn.Parameter(torch.tensor(2.0))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.up(x * self.scale if self.place == "before" else x)
-            x = self.down(x * self.scale if self.place == "between" else x)
-            return x * self.scale if self.place == "behind" else x
-
-    plan = {"up": hp.ColwiseParallel(), "down": hp.RowwiseParallel()}
-    x = torch.randn(2, 3, 4, dtype=torch.float64)
-    for place in ("before", "behind"):
-        model = Scaled(place).double()
-        same_as_one_device(model, lambda m: hp.parallelize_module(m, mesh, plan, src_data_rank=None), (x,), num_steps=1)
-    with pytest.raises(RuntimeError, match="the plain parameter 'scale' of shape"):
-        hp.parallelize_module(Scaled("between").double(), mesh, plan)(x)
-
-
-@run_on_ranks(2)
-def test_uneven_plain_blocks_are_an_error_on_every_rank() -> None:
-    mesh = _mesh()
-    norm = hp.parallelize_module(torch.nn.LayerNorm(8), mesh, hp.SequenceParallel())
-    block = torch.randn(2, 3 - mesh.get_local_rank(), 8)
-    out = norm(block)
-    with pytest.raises(RuntimeError, match=r"got blocks of different sizes \(rank 0: \(2, 3, 8\), rank 1: \(2, 2, 8\)"):
-        out.full_tensor()
-
-
-@run_on_ranks(2)
 def test_nothing_is_kept_between_steps_and_checkpoints_recompute() -> None:
     """Edges that tensors remember die with them, without the garbage collector."""
     mesh = _mesh()
