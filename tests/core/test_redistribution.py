@@ -75,11 +75,16 @@ def check_moves(mesh_shape, cases, rank_list=None):
         assert_close(grad_of(block), block_of(summands.of(coordinate).grad, source), msg=where)
 
 
+def num_examples(on_torch):
+    """Plans are the same on every framework; where operators are slow, fewer are carried out."""
+    return 1 if on_mindspore else on_torch
+
+
 @pytest.mark.parametrize("mesh_shape", MESHES, ids=str)
 def test_any_layout_to_any_other(worlds, mesh_shape):
     world = worlds(size_of(mesh_shape))
 
-    @settings(max_examples=2 if len(mesh_shape) > 1 else 3, deadline=None, derandomize=True)
+    @settings(max_examples=num_examples(2 if len(mesh_shape) > 1 else 3), deadline=None, derandomize=True)
     @given(st.lists(moves(len(mesh_shape)), min_size=14, max_size=20))
     def check(cases):
         world.run(check_moves, mesh_shape, cases)
@@ -230,7 +235,7 @@ def test_replicas_have_equal_bits_after_merged_reductions():
     ("mesh_shape", "rank_list"), [((2, 2), [3, 1, 0, 2]), ((4,), [2, 0, 3, 1]), ((2, 2), [1, 0, 3, 2])], ids=str
 )
 def test_any_order_of_ranks(worlds, mesh_shape, rank_list):
-    @settings(max_examples=2, deadline=None, derandomize=True)
+    @settings(max_examples=num_examples(2), deadline=None, derandomize=True)
     @given(st.lists(moves(len(mesh_shape)), min_size=10, max_size=16))
     def check(cases):
         worlds(4).run(check_moves, mesh_shape, cases, rank_list)
@@ -370,7 +375,7 @@ def test_a_redistribution_can_be_differentiated_twice():
     (second,) = torch.autograd.grad((first**2).sum(), reference)
 
     pairs = [pair for pair in itertools.product(every_layout(2, 2), repeat=2) if not any(pair[0][1])]
-    for before, after in pairs[::5]:
+    for before, after in pairs[:: 12 if on_mindspore else 5]:
         source, target = Layout.of(mesh, *before), Layout.of(mesh, *after)
         start = distribute_tensor(values, mesh, source).requires_grad_()
         cubed = (start**3).redistribute(mesh, target).full_tensor()
