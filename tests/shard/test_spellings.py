@@ -25,6 +25,7 @@ def test_python_operators_ask_the_other_operand() -> None:
     x = hp.ones((5, 3), hp.init_device_mesh("cpu", (2,)), [Shard(0)])
     assert (x == None) is False and (x != None) is True and (x == (0, 1)) is False  # noqa: E711
     assert [x, None].index(None) == 1
+    assert x.is_same_size(x.redistribute(placements=[Shard(1)])) and not torch.is_same_size(x, x.t())
     assert x + _Stranger() == "added" and (x == _Stranger()) == "compared"
     for apply in (operator.add, operator.mul, operator.matmul, operator.lt):
         with pytest.raises(TypeError, match="DTensor' and 'NoneType'"):

@@ -156,6 +156,10 @@ def test_what_is_written_without_counting() -> None:
         assert summed.layout.has_partial
         found = getattr(torch.nn.functional, name)(summed, inplace=True)
         assert found is summed
+        if name in ("relu", "hardsigmoid", "silu"):  # `inplace` by its position
+            other = leaf.t() @ leaf
+            assert getattr(torch.nn.functional, name)(other, True) is other
+            torch.testing.assert_close(other.full_tensor(), found.full_tensor())
         if name != "dropout":
             plain = tensor(4, 3).requires_grad_()
             expected = getattr(torch.nn.functional, name)(plain.t() @ plain)

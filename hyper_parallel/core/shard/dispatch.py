@@ -46,6 +46,7 @@ _handlers: dict[Callable[..., Any], Handler | None] = {}
 _numbers_left_out: set[Callable[..., Any]] = set()
 _not_about_values: set[Callable[..., Any]] = set()
 _dtypes_put_in: set[Callable[..., Any]] = set()
+_in_place_at: dict[Callable[..., Any], int] = {}  # where `inplace` is among the arguments, for all to find it by name
 _calls: dict[tuple[Any, ...], PlannedCall | None] = {}
 _direct: dict[Any, Handler] = {}  # how to run calls of up to three tensors, by a key that is quick to make
 _lock = threading.Lock()
@@ -91,6 +92,9 @@ def intercept(kind: type, func: Callable[..., Any], types: Any, args: Any = (), 
         handler = _handlers[func]
     except KeyError:
         handler = _handlers[func] = _find_handler(func)
+    place = _in_place_at.get(func)
+    if place is not None and len(args) > place:
+        args, kwargs = args[:place], {**kwargs, "inplace": bool(args[place])}
     if replicating.depth and func not in _not_about_values:
         args, kwargs = plain_as_whole(args, kwargs)
     if len(kwargs) > 1:
@@ -250,6 +254,8 @@ def _find_handler(func: Callable[..., Any]) -> Handler | None:
         return _run_service
     name = _platform.get_op_name(func)
     body = _platform.body_of(func)
+    if body is not None and "inplace" in _platform.argument_names(func):
+        _in_place_at[func] = _platform.argument_names(func).index("inplace")
     if name in RANDOM_OPS and (body is None or name in RANDOM_BODIES):
         return functools.partial(_draw, RANDOM_OPS[name])
     if takes_lists(name):

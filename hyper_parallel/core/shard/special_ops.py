@@ -37,10 +37,18 @@ SPECIAL_OPS: dict[str, Handler] = dict.fromkeys(
             "__int__",
             "__index__",
         ),
-        *("__complex__", "__contains__", "__array__", "is_same_size"),
+        *("__complex__", "__contains__", "__array__"),
     ),
     _on_whole_values,
 )
+
+
+def _is_same_size(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    first, second = (*args, *kwargs.values())
+    return tuple(first.shape) == tuple(second.shape)
+
+
+SPECIAL_OPS["is_same_size"] = _is_same_size
 
 
 def _with_zero_states(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -231,7 +231,7 @@ _SERVICES = frozenset(
         *("requires_grad_", "retain_grad", "register_post_accumulate_grad_hook", "data_ptr", "is_contiguous", "stride"),
         *("storage_offset", "element_size", "is_pinned", "is_shared", "share_memory_", "untyped_storage", "storage"),
         *("is_complex", "is_floating_point"),
-        *("is_inference", "_is_view", "is_set_to", "get_device", "is_same_size", "is_conj", "is_neg", "is_signed"),
+        *("is_inference", "_is_view", "is_set_to", "get_device", "is_conj", "is_neg", "is_signed"),
         "_has_compatible_shallow_copy_type",  # asked by Module.to
         *("_backward_hooks", "_post_accumulate_grad_hooks", "retains_grad", "output_nr", "names", "has_names"),
         *("is_quantized", "is_nested", "is_mkldnn", "is_mps", "is_xla", "is_xpu", "is_vulkan", "is_ipu", "is_maia"),

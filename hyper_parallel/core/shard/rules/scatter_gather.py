@@ -166,8 +166,8 @@ def embedding(call: OpCall) -> Signature | None:
     table_first = _platform.dtype_name(first.dtype).startswith(("float", "bfloat", "complex"))
     if not table_first and not _platform.dtype_name(second.dtype).startswith(("float", "bfloat", "complex")):
         shape = call.outputs[0]  # a table of integers: the shapes tell which it is, if they differ
-        table_first = shape == (*second.shape, first.shape[-1])
-        if table_first and shape == (*first.shape, second.shape[-1]):
+        table_first = shape == (*second.shape, *first.shape[-1:])
+        if table_first and shape == (*first.shape, *second.shape[-1:]):
             return None
     names = _EMBEDDING if not table_first else _EMBEDDING_OPERATOR
     bound = _bound(call, *names)
