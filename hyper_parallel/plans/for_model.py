@@ -23,6 +23,7 @@ from hyper_parallel.plans.styles import (
     CutParameters,
     GatherInputs,
     SingleDeviceCode,
+    SingleDeviceModel,
     WholeParameters,
 )
 from hyper_parallel.platform import get_platform
@@ -62,7 +63,7 @@ def for_model(
         raise PlanError(_nothing_to_cut(model))
     between = Shard(_sequence_dim(model, roles)) if sequence_parallel else Replicate()
     plan = _plan_of(model, roles, between, split_fused)
-    plan.setdefault("", []).insert(0, SingleDeviceCode(plain_outputs=plain_outputs))
+    plan.setdefault("", []).insert(0, SingleDeviceModel(plain_outputs=plain_outputs))
     for block in roles.blocks:
         plan.setdefault(block, []).insert(0, SingleDeviceCode())
     paths = [path for path, _ in platform.get_cells_and_names(model)]

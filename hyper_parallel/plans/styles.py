@@ -11,6 +11,7 @@ for all ranks run the same code on the same inputs; they are taken as whole.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
@@ -19,6 +20,7 @@ from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard
 from hyper_parallel.core.dtensor.skip_dispatch import SkipDTensorDispatch
 from hyper_parallel.core.shard.mixing import implicit_replication
+from hyper_parallel.core.shard.random_ops import same_draws
 from hyper_parallel.core.tensor_parallel.module_parameters import distribute_parameter, split_parameter
 from hyper_parallel.core.tensor_parallel.placements import per_axis
 from hyper_parallel.core.tensor_parallel.style_base import ParallelStyle, described
@@ -53,6 +55,29 @@ class SingleDeviceCode(ParallelStyle):
 
     def __repr__(self) -> str:
         return described(self, plain_outputs=self.plain_outputs)
+
+
+class SingleDeviceModel(SingleDeviceCode):
+    """:class:`SingleDeviceCode` for a whole model: plain tensors that it draws while training are whole on every rank.
+
+    Stochastic depth, layers that are left out by chance and noise on a router come from the framework's own generator,
+    whose state may differ between the ranks. In each call of the model it starts from the library's instead.
+    """
+
+    def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
+        open_draws: list[Any] = []
+
+        def before(called: Any, args: Any) -> None:
+            open_draws.append(same_draws() if called.training else nullcontext())
+            open_draws[-1].__enter__()
+
+        def after(_: Any, inputs: Any, outputs: Any) -> None:
+            open_draws.pop().__exit__(None, None, None)
+
+        super().apply(module, device_mesh)
+        _platform.register_forward_pre_hook(module, before, prepend=True)
+        _platform.register_forward_hook(module, after, always_call=True)
+        return module
 
 
 class WholeParameters(ParallelStyle):

@@ -357,6 +357,12 @@ class DistributedTensorSupport(ABC):
         """Call ``tell(op, ranks, shape, dtype, num_bytes, async_op)`` before every collective; returns how to stop."""
 
     @staticmethod
+    def drawing_alike(seed: int, number: int) -> Any:
+        """:func:`seeded` where the framework's generator can be put back as it was; else nothing."""
+        del seed, number
+        return contextlib.nullcontext()
+
+    @staticmethod
     @abstractmethod
     def seeded(seed: Any, number: Any) -> Any:
         """Context: the framework's own generator starts from the two numbers, the same on every rank."""

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import hyper_parallel as hp
 from hyper_parallel import models
@@ -303,3 +304,53 @@ def test_wrong_arguments():
     mixed = nn.ModuleList([nn.MultiheadAttention(4, 2), nn.MultiheadAttention(4, 2, batch_first=True)])
     with pytest.raises(hp.plans.PlanError, match="some attention modules have batch_first=True"):
         hp.plans.for_model(mixed, sequence_parallel=True)
+
+
+class _StochasticBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.dropout = nn.Linear(4, 6), nn.Linear(6, 4), nn.Dropout(0.5)
+
+    def forward(self, x):
+        keep = torch.rand(x.shape[0], 1) > 0.5  # drawn by the framework, a plain tensor
+        return x + self.dropout(self.down(self.up(x).sigmoid())) * keep
+
+
+class _StochasticModel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(_StochasticBlock() for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@run_on_ranks(2)
+def test_what_a_model_draws_for_itself_is_the_same_on_every_rank():
+    torch.manual_seed(0)
+    model = _StochasticModel()
+    hp.parallelize_module(model, _mesh(), hp.plans.for_model(model))
+    hp.manual_seed(1)
+    torch.manual_seed(torch.distributed.get_rank())
+    expected = torch.rand(6)
+    torch.manual_seed(torch.distributed.get_rank())
+    drawn = [torch.rand(3)]
+    x = torch.ones(8, 4, requires_grad=True)
+    first, second = model(x), model(x)
+    assert not torch.equal(first, second)
+    drawn.append(torch.rand(3))
+    assert torch.equal(torch.cat(drawn), expected), (
+        "the framework's generator goes on as if the model had drawn nothing"
+    )
+    (gradient,) = torch.autograd.grad(first.sum(), x)
+    hp.manual_seed(1)
+    repeated = checkpoint(model, x, use_reentrant=False)
+    torch.manual_seed(7)
+    (of_repeated,) = torch.autograd.grad(repeated.sum(), x)
+    for value in (first, second, gradient):
+        both = [None] * 2
+        torch.distributed.all_gather_object(both, value.detach())
+        assert torch.equal(*both)
+    assert torch.equal(repeated, first) and torch.equal(of_repeated, gradient)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from hyper_parallel.core.dtensor import random_state
@@ -84,6 +86,21 @@ def rand_like(tensor: DTensor, *, dtype: Any = None, **ignored: Any) -> DTensor:
 def randn_like(tensor: DTensor, *, dtype: Any = None, **ignored: Any) -> DTensor:
     """Normal values with the layout of ``tensor``."""
     return _like(tensor, dtype).normal_()
+
+
+@contextmanager
+def same_draws() -> Iterator[None]:
+    """Inside, plain tensors that the framework draws are the same on every rank; its generator is left as it was."""
+    before = random_state.next_draw()
+    inside = random_state.get_rng_state()
+    try:
+        with get_platform().drawing_alike(*before):
+            try:
+                yield
+            finally:
+                inside = random_state.get_rng_state()
+    finally:
+        random_state.set_rng_state(inside)  # putting the framework's state back has put back the library's
 
 
 def _like(tensor: DTensor, dtype: Any) -> DTensor:

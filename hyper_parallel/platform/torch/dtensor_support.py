@@ -12,6 +12,7 @@ import torch
 
 from hyper_parallel.platform.torch import collectives, dtensor_gradients
 from hyper_parallel.platform.torch.checkpoint_inputs import keep_labels_of_inputs
+from hyper_parallel.platform.torch.devices import get_device_type
 from hyper_parallel.platform.torch.dtensor_base import (
     DTensorBase,
     _NoInterception,
@@ -208,7 +209,9 @@ def observe_collectives(tell: Callable[[str, list[int], Any, str, int, bool], No
 @contextmanager
 def seeded(seed: int, number: int) -> Iterator[None]:
     """Inside, PyTorch's own generator starts from a state that the two numbers give, the same on every rank."""
-    with torch.random.fork_rng():
+    kind = get_device_type()
+    devices = [] if kind == "cpu" else [torch.accelerator.current_device_index()]
+    with torch.random.fork_rng(devices, device_type="cuda" if kind == "cpu" else kind):
         torch.manual_seed((seed * 0x9E3779B97F4A7C15 + number) % 2**63)
         yield
 

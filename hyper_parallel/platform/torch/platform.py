@@ -259,6 +259,7 @@ class TorchPlatform(Platform):
     silenced = staticmethod(local_calls.silenced)
     depends_on_values = staticmethod(local_calls.depends_on_values)
     seeded = staticmethod(dtensor_support.seeded)
+    drawing_alike = staticmethod(dtensor_support.seeded)
     is_dense_tensor = staticmethod(dtensor_support.is_dense_tensor)
     is_intercepted = staticmethod(dtensor_support.is_intercepted)
     is_framework_service = staticmethod(dtensor_support.is_framework_service)
