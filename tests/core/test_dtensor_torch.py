@@ -236,8 +236,11 @@ def test_detach_data_and_requires_grad():
     for other in (leaf.detach(), leaf.data):
         assert type(other) is DTensor and other.layout is leaf.layout and not other.requires_grad
         assert other.to_local().data_ptr() == leaf.to_local().data_ptr()
+    alive = leaf * 2
     leaf.data = distribute_tensor(numbers(5, 2), mesh, [Replicate()])
     assert leaf.shape == (5, 2) and leaf.layout.is_replicated and leaf.is_leaf and leaf.requires_grad
+    (leaf * leaf).sum().backward()  # although the graph of another layout is still there
+    assert alive.requires_grad and torch.equal(leaf.grad.full_tensor(), 2 * numbers(5, 2))
     with pytest.raises(TypeError, match="can only be set to a distributed tensor, got Tensor"):
         leaf.data = torch.ones(5, 2)
     leaf.requires_grad = False

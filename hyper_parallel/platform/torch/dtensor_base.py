@@ -134,6 +134,11 @@ class DTensorBase(LawfulGradients, torch.Tensor):
                 f"distributed tensor, got {type(value).__name__}; use distribute_tensor or from_local"
             )
         with _NoInterception():
+            if self.requires_grad and torch.Tensor.size(self) != torch.Tensor.size(value):
+                # A graph that is still there keeps the node that expects gradients of the old block; another dtype in
+                # between makes PyTorch begin a new one.
+                other = torch.float32 if self.dtype is torch.float64 else torch.float64
+                torch.Tensor.data.__set__(self, torch.empty(0, dtype=other, device=self.device))  # type: ignore[attr-defined]
             torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
         self._layout = value._layout
         self._global_shape = value._global_shape
