@@ -80,10 +80,8 @@ def intercept(kind: type, func: Callable[..., Any], types: Any, args: Any = (), 
         elif len(args) == 3:
             first, second, third = args
             if type(first) is DTensor and type(second) is DTensor and type(third) is DTensor:
-                short = (
-                    *(func, first._layout, first._global_shape, second._layout, second._global_shape),
-                    *(third._layout, third._global_shape),
-                )
+                shapes = (first._global_shape, second._global_shape, third._global_shape)
+                short = (func, first._layout, second._layout, third._layout, shapes)
         run = _direct.get(short)
         if run is not None:
             return run(func, args, _NO_KEYWORDS)

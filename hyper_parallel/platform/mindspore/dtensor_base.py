@@ -204,6 +204,7 @@ def set_rebuilder(rebuild: Callable[..., Any]) -> None:
 
 
 _is_distributed: dict[type, bool] = {}
+is_known_dtensor = _is_distributed.get  # of a type: whether its tensors are DTensors; None where nobody has asked yet
 
 
 def is_distributed(value: Any) -> bool:

@@ -36,7 +36,7 @@ def set_dispatcher(intercept: Callable[..., Any]) -> None:
     _intercept = intercept
     dtensor_names.dispatch = _dispatch
     dtensor_operators.give_operators(_enter)
-    dtensor_whole.take_functions(_enter)
+    dtensor_whole.take_functions(_enter, intercept)
     compiled_code.refuse_distributed_tensors()
 
 

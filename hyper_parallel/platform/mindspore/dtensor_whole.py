@@ -26,7 +26,8 @@ import mindspore.numpy
 import mindspore.scipy.linalg
 from mindspore import Tensor, mint, ops
 
-from hyper_parallel.platform.mindspore.dtensor_base import DTensorBase, has_dtensor
+from hyper_parallel.platform.mindspore import private_api
+from hyper_parallel.platform.mindspore.dtensor_base import DTensorBase, has_dtensor, is_known_dtensor
 from hyper_parallel.platform.mindspore.dtensor_empty import zeros_of
 from hyper_parallel.platform.mindspore.dtensor_ops import NEUTRAL
 from hyper_parallel.platform.mindspore.dtensor_whole_calls import Dispatch, written_out
@@ -168,43 +169,52 @@ def replace(plain: Callable[..., Any], meets: Meets, otherwise: Callable[..., An
 
     @functools.wraps(plain)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if has_dtensor(args) or (kwargs and has_dtensor(kwargs.values())):
+        if (args and is_known_dtensor(type(args[0]))) or has_dtensor(args) or (kwargs and has_dtensor(kwargs.values())):
             return meets(args, kwargs)
         return on_plain(*args, **kwargs)
 
     _replaced.setdefault(id(plain), (plain, call))
 
 
-def _dispatched(whole: Whole, dispatch: Dispatch) -> Meets:
+def _dispatched(whole: Whole, intercept: Callable[..., Any]) -> Meets:
     operator, keywords = whole.operator, whole.keywords
     tails = {} if whole.is_open else {number: tail for number, tail in enumerate(whole.tails) if tail is not None}
 
     def meets(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not kwargs:
-            tail = tails.get(len(args))
-            if tail is not None:
-                return dispatch(operator, args + tail, keywords)
-        return dispatch(operator, *whole.arguments(args, kwargs))
+        given, more = args, keywords
+        tail = None if kwargs else tails.get(len(args))
+        if tail is None:
+            given, more = whole.arguments(args, kwargs)
+        elif tail:
+            given = args + tail
+        try:
+            return intercept(None, operator, (), given, more)
+        except Exception:
+            private_api.start_recording()  # MindSpore stops recording when an operator fails
+            raise
 
     return meets
 
 
-def take_functions(dispatch: Dispatch) -> None:
-    """Replace the functions, and give DTensor the methods of the same names that are written in Python."""
+def take_functions(dispatch: Dispatch, intercept: Callable[..., Any]) -> None:
+    """Replace the functions, and give DTensor the methods of the same names that are written in Python.
+
+    ``intercept(kind, func, types, args, kwargs)`` is the dispatcher itself, and ``dispatch`` the way there.
+    """
     for name in AGREEING.split():
         for place in _PLACES_THAT_AGREE:
-            _take(name, f"{place}.{name}", dispatch)
-        _take_method(name, dispatch)
+            _take(name, f"{place}.{name}", intercept)
+        _take_method(name, intercept)
     for name, paths in RENAMED.items():
         for path in paths.split():
-            _take(name, path, dispatch)
+            _take(name, path, intercept)
     for name, paths in NEUTRALS.items():
         for path in paths.split():
-            _take(name, path, dispatch, on_blocks=NEUTRAL[name])
+            _take(name, path, intercept, on_blocks=NEUTRAL[name])
     for (name, path), order in REORDERED.items():
-        _take(name, path, dispatch, order.split())
+        _take(name, path, intercept, order.split())
     for name, path in MENDED.items():
-        _take(name, path, dispatch, on_blocks=NEUTRAL[name], mends=True)
+        _take(name, path, intercept, on_blocks=NEUTRAL[name], mends=True)
     for path, meets in (written_out(dispatch, _once) | matrices_written_out(dispatch, _once)).items():
         plain = _found(path)
         if isinstance(plain, types.FunctionType):
@@ -235,7 +245,7 @@ def _with_plain(meets: Callable[..., Any], plain: Callable[..., Any]) -> Meets:
 def _take(
     name: str,
     path: str,
-    dispatch: Dispatch,
+    intercept: Callable[..., Any],
     order: Sequence[str] = (),
     on_blocks: Callable[..., Any] | None = None,
     mends: bool = False,
@@ -243,15 +253,15 @@ def _take(
     plain = _found(path)
     if isinstance(plain, types.FunctionType) and id(plain) not in _replaced:
         whole = Whole(name, plain, order, on_blocks)
-        replace(plain, _dispatched(whole, dispatch), on_blocks if mends else None)
+        replace(plain, _dispatched(whole, intercept), on_blocks if mends else None)
         if mends and hasattr(Tensor, plain.__name__):
             setattr(Tensor, plain.__name__, _replaced[id(plain)][1])
 
 
-def _take_method(name: str, dispatch: Dispatch) -> None:
+def _take_method(name: str, intercept: Callable[..., Any]) -> None:
     plain = getattr(Tensor, name, None)
     if isinstance(plain, types.FunctionType) and name not in vars(DTensorBase):
-        meets = _dispatched(Whole(name, plain), dispatch)
+        meets = _dispatched(Whole(name, plain), intercept)
         setattr(DTensorBase, name, functools.wraps(plain)(lambda *args, meets=meets, **kwargs: meets(args, kwargs)))
 
 
