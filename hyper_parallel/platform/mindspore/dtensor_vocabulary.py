@@ -2,7 +2,7 @@
 
 The rules of ``core/`` compute with methods that tensors of both frameworks have. The few that are missing here are
 added to MindSpore's tensor class; two that exist take the other framework's keywords besides their own, and ``clone``,
-which has no kernel on a CPU, is given one there. What worked before works as before.
+which has no kernel on a CPU, is given one there. A few functions are mended. What worked before works as before.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import mindspore as ms
 from mindspore import Tensor, mint, ops
 
-from hyper_parallel.platform.mindspore import dtensor_ops
+from hyper_parallel.platform.mindspore import dtensor_ops, dtensor_whole
 from hyper_parallel.platform.mindspore.start import on_ascend
 
 
@@ -114,3 +114,5 @@ if not on_ascend():
     Tensor.scatter_add = _scatter_add
     Tensor.index_add = _index_add(Tensor.index_add)
     Tensor.sum = _sum(Tensor.sum)
+
+dtensor_whole.mend_functions()

@@ -163,15 +163,14 @@ _replaced: dict[int, tuple[Any, Callable[..., Any]]] = {}  # by the identity of 
 Meets = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
 
-def replace(plain: Callable[..., Any], meets: Meets, otherwise: Callable[..., Any] | None = None) -> None:
-    """Let ``meets(args, kwargs)`` answer calls of a function that are given DTensors, ``otherwise`` all others."""
-    on_plain = otherwise or plain
+def replace(plain: Callable[..., Any], meets: Meets) -> None:
+    """Let ``meets(args, kwargs)`` answer calls of a function that are given DTensors."""
 
     @functools.wraps(plain)
     def call(*args: Any, **kwargs: Any) -> Any:
         if (args and is_known_dtensor(type(args[0]))) or has_dtensor(args) or (kwargs and has_dtensor(kwargs.values())):
             return meets(args, kwargs)
-        return on_plain(*args, **kwargs)
+        return plain(*args, **kwargs)
 
     _replaced.setdefault(id(plain), (plain, call))
 
@@ -196,6 +195,20 @@ def _dispatched(whole: Whole, intercept: Callable[..., Any]) -> Meets:
     return meets
 
 
+def mend_functions() -> None:
+    """Let neutral operators answer, for plain tensors, functions of MindSpore that fail or are wrong."""
+    for name, path in MENDED.items():
+        plain = _found(path)
+        mended = _replaced[id(plain)] = (plain, functools.wraps(plain)(_calling(NEUTRAL[name])))
+        if hasattr(Tensor, plain.__name__):
+            setattr(Tensor, plain.__name__, mended[1])
+    _install()
+
+
+def _calling(neutral: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: neutral(*args, **kwargs)
+
+
 def take_functions(dispatch: Dispatch, intercept: Callable[..., Any]) -> None:
     """Replace the functions, and give DTensor the methods of the same names that are written in Python.
 
@@ -214,7 +227,8 @@ def take_functions(dispatch: Dispatch, intercept: Callable[..., Any]) -> None:
     for (name, path), order in REORDERED.items():
         _take(name, path, intercept, order.split())
     for name, path in MENDED.items():
-        _take(name, path, intercept, on_blocks=NEUTRAL[name], mends=True)
+        _take(name, path, intercept, on_blocks=NEUTRAL[name])
+        _take_method(name, intercept)
     for path, meets in (written_out(dispatch, _once) | matrices_written_out(dispatch, _once)).items():
         plain = _found(path)
         if isinstance(plain, types.FunctionType):
@@ -248,14 +262,10 @@ def _take(
     intercept: Callable[..., Any],
     order: Sequence[str] = (),
     on_blocks: Callable[..., Any] | None = None,
-    mends: bool = False,
 ) -> None:
     plain = _found(path)
     if isinstance(plain, types.FunctionType) and id(plain) not in _replaced:
-        whole = Whole(name, plain, order, on_blocks)
-        replace(plain, _dispatched(whole, intercept), on_blocks if mends else None)
-        if mends and hasattr(Tensor, plain.__name__):
-            setattr(Tensor, plain.__name__, _replaced[id(plain)][1])
+        replace(plain, _dispatched(Whole(name, plain, order, on_blocks), intercept))
 
 
 def _take_method(name: str, intercept: Callable[..., Any]) -> None:

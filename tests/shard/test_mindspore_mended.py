@@ -1,0 +1,41 @@
+"""Functions of MindSpore that are answered for plain tensors too, since its own fail or are wrong on a CPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from mindspore import Tensor, ops
+
+import hyper_parallel as hp
+from tests.world import run_on_ranks
+
+
+@run_on_ranks(2)
+def test_transforms_of_real_spectra_are_right_at_every_call():
+    real = np.random.RandomState(0).rand(2, 5, 4).astype(np.float32)
+    spectrum = (real + 1j * real[::-1]).astype(np.complex64)
+    for _ in range(3):  # MindSpore's own are right at the first and the third
+        for norm in (None, "forward", "ortho"):
+            found = ops.hfft(Tensor(spectrum), 7, 1, norm)
+            np.testing.assert_allclose(found.asnumpy(), np.fft.hfft(spectrum, 7, 1, norm), 1e-4, 1e-4)
+            found = ops.ihfft(Tensor(real), norm=norm)
+            np.testing.assert_allclose(found.asnumpy(), np.fft.ihfft(real, norm=norm), 1e-4, 1e-4)
+        expected = np.fft.irfftn(spectrum.conj(), norm="forward")
+        np.testing.assert_allclose(ops.hfftn(Tensor(spectrum)).asnumpy(), expected, 1e-4, 1e-4)
+        expected = np.fft.rfft2(real, (3, 4), (0, 1), "forward").conj()
+        np.testing.assert_allclose(ops.ihfft2(Tensor(real), (3, 4), (0, 1)).asnumpy(), expected, 1e-4, 1e-4)
+
+
+@run_on_ranks(2)
+def test_nanmean_has_a_gradient():
+    array = np.array([[1.0, np.nan, 4.0], [3.0, 5.0, np.nan]], np.float32)
+    tensor = Tensor(array)
+    tensor.requires_grad_()
+    means = ops.nanmean(tensor, 1)
+    np.testing.assert_allclose(means.asnumpy(), [2.5, 4.0])
+    hp.backward((means * Tensor(np.array([1.0, 10.0], np.float32))).sum())
+    np.testing.assert_allclose(hp.grad_of(tensor).asnumpy(), [[0.5, 0.0, 0.5], [5.0, 5.0, 0.0]])
+    np.testing.assert_allclose(Tensor(array).nanmean().asnumpy(), 3.25)
+    np.testing.assert_allclose(ops.nanmean(Tensor(array), 0, True).asnumpy(), [[2.0, 5.0, 4.0]])
+    with pytest.raises(TypeError, match=r"nanmean.*floating point"):
+        ops.nanmean(Tensor(np.array([1, 2])))
