@@ -133,10 +133,9 @@ def add_images(add: Add) -> None:
     add("_upsample_nearest_exact1d", lambda a: ops.interpolate(a, size=14, mode="nearest-exact"), line)
     add("_upsample_nearest_exact2d", lambda a: ops.interpolate(a, size=(10, 12), mode="nearest-exact"), picture)
     add("_upsample_nearest_exact3d", lambda a: ops.interpolate(a, size=(8, 10, 12), mode="nearest-exact"), volume)
-    # The kernel of its gradient writes behind the end of its memory.
     points, places = random(3, 2, 3, 2, low=-1, high=1), random(3, 2, 2, 3, 3, low=-1, high=1)
-    add("grid_sampler_2d", lambda a, g: ops.grid_sample(a, g), picture, points, has_gradient=False)
-    add("grid_sampler_3d", lambda a, g: ops.grid_sample(a, g), volume, places, has_gradient=False)
+    add("grid_sampler_2d", lambda a, g: ops.grid_sample(a, g), picture, points)
+    add("grid_sampler_3d", lambda a, g: ops.grid_sample(a, g), volume, places)
     add("affine_grid_generator", lambda t: ops.affine_grid(t, (3, 4, 5, 6)), random(3, 2, 3))
     add("pixel_shuffle", lambda a: ops.pixel_shuffle(a, 2), random(3, 8, 4, 5))
     add("pixel_unshuffle", lambda a: ops.pixel_unshuffle(a, 2), random(3, 2, 4, 6))
