@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from hyper_parallel.core.dtensor.placement_types import Replicate, Shard
 from hyper_parallel.core.tensor_parallel.style import ColwiseParallel, ParallelStyle, RowwiseParallel
-from hyper_parallel.plans.styles import GatherInputs, SingleDeviceCode, WholeParameters
+from hyper_parallel.plans.styles import GatherInputs, SingleDeviceCode, SingleDeviceModel, WholeParameters
 
 Plan = dict[str, ParallelStyle | list[ParallelStyle]]
 
@@ -26,7 +26,7 @@ def llama_plan(*, sequence_parallel: bool = True, plain_outputs: bool = True) ->
     by_inputs = RowwiseParallel(output_layouts=between, use_local_output=False)
     whole = WholeParameters()
     return {
-        "": SingleDeviceCode(plain_outputs=plain_outputs),
+        "": SingleDeviceModel(plain_outputs=plain_outputs),
         "embedding": by_inputs,
         "blocks.*": SingleDeviceCode(),
         "blocks.*.attention_norm": whole,
