@@ -55,6 +55,9 @@ def test_what_is_compiled_refuses_distributed_tensors():
         with pytest.raises(RuntimeError, match=REFUSED) as caught:
             call()
         assert words in str(caught.value)
+        weight = Parameter(Tensor(np.ones(3, np.float32)))
+        hp.backward((weight * 2).sum())  # errors end no recording
+        assert (hp.grad_of(weight).asnumpy() == 2).all()
     ms.set_context(mode=ms.GRAPH_MODE)
     try:
         with pytest.raises(RuntimeError, match=f"Layer {REFUSED}"):

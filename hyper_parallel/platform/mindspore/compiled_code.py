@@ -31,6 +31,21 @@ def refuse_distributed_tensors() -> None:
     _before(compiler.capturing, "PreJit", lambda args, named: _check("a function", (args, named)))
     _before(compiler.capturing.PIJitCaptureContext, "__enter__", lambda self: _check(self.fn, _scope(self.fn)))
     compiler.parsing.resolve_symbol = _checking_scope(compiler.parsing.resolve_symbol)
+    for owner, name in ((compiler.executor, "__call__"), (nn.Cell, "compile_and_run")):
+        setattr(owner, name, _recording_after_errors(getattr(owner, name)))
+
+
+def _recording_after_errors(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """MindSpore stops recording when code cannot be compiled."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return plain(*args, **kwargs)
+        except Exception:
+            private_api.start_recording()
+            raise
+
+    return call
 
 
 def _before(owner: Any, name: str, look: Callable[..., None]) -> None:
