@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import operator
+from collections.abc import Callable
 from typing import Any
 
 from hyper_parallel.core.shard.signature import LocalCall
@@ -22,14 +21,14 @@ def block_tensors(call: LocalCall) -> list[Any]:
     return [value for value in (*call.args, *call.kwargs.values()) if platform.is_tensor(value)]
 
 
-def zeros_in_graph(call: LocalCall, index: int = 0) -> Any:
+def zeros_in_graph(call: LocalCall, index: int = 0, combine: Callable[..., Any] = lambda *sums: sum(sums)) -> Any:
     """Zeros of the shape of an output's block that keep all inputs in the graph, with gradients of zeros.
 
-    The gradient of each depends on all of them, as it does on the other ranks, so that all take part in the gradients
-    of gradients.
+    ``combine`` takes a zero for each input and gives zero; the gradients must depend on the inputs as those of the
+    operator do, so that this rank takes part in the gradients of gradients with the others.
     """
     platform = get_platform()
     tensors = block_tensors(call)
     zeros = platform.zeros(call.local_output_shape(index), tensors[0].dtype, tensors[0].device)
     sums = [platform.silenced(one).sum() for one in tensors if one.is_floating_point() or one.is_complex()]
-    return zeros + (functools.reduce(operator.add, sums).exp() - 1) if sums else zeros
+    return zeros + combine(*sums) if sums else zeros

@@ -78,7 +78,7 @@ def _convolve(call: LocalCall, names: tuple[str, ...], groups: int) -> Any:
 
 def _of_nothing(call: LocalCall) -> Any:
     """Without channels or samples there is nothing to add up: zeros, plus the bias where this rank adds it."""
-    result = zeros_in_graph(call)
+    result = zeros_in_graph(call, combine=lambda values, weight, *bias: values * weight + sum(bias))
     if len(call.inputs) > 2 and is_counted_here(call, 2):
         result = result + block_tensors(call)[2].reshape((-1, *(1,) * (call.inputs[1].ndim - 2)))
     return result
