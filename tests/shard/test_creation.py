@@ -108,3 +108,13 @@ def test_questions_are_answered_for_the_whole() -> None:
             assert answer == (pytest.approx(wanted) if isinstance(wanted, float) else wanted), question
     with pytest.raises(TypeError, match="0-d"):
         iter(hp.distribute_tensor(tensor(), mesh, [hp.Replicate()]))
+
+
+@run_on_ranks(2)
+def test_pending_sums_of_unsigned_numbers_are_done_before_they_are_converted() -> None:
+    mesh = hp.init_device_mesh("cpu", (2,))
+    part = torch.tensor([10, 4] if mesh.get_coordinate() == (0,) else [251, 255], dtype=torch.uint8)
+    pending = hp.DTensor.from_local(part, mesh, [hp.Partial()])  # 5 and 3
+    for convert in (torch.Tensor.double, torch.Tensor.bfloat16, lambda x: x.to(torch.float32), lambda x: x.long()):
+        assert convert(pending).full_tensor().tolist() == [5, 3]
+    torch.testing.assert_close(torch.fft.fft(pending).full_tensor().real, torch.tensor([8.0, 2.0]))

@@ -10,6 +10,7 @@ from hyper_parallel.core.shard.rules.cut_letters import arguments
 from hyper_parallel.core.shard.rules.index_entries import with_spare_row
 from hyper_parallel.core.shard.rules.views import ALONE
 from hyper_parallel.core.shard.signature import LocalCall, OpCall, Signature, TensorSpec, letters, without
+from hyper_parallel.platform import get_platform
 
 _KINDS = ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft")
 
@@ -22,7 +23,9 @@ def _along(call: OpCall, spec: Any, dims: Any) -> Signature | None:
     elif isinstance(dims, int):
         dims = (dims,)
     labels = without(letters(spec.ndim), [dim % spec.ndim for dim in dims])
-    return Signature((labels,), (labels,), linear=ALONE, local=_of_nothing, needs_local=has_empty_block)
+    wraps = get_platform().dtype_name(spec.dtype).startswith("uint")  # its parts count around
+    linear = () if wraps else ALONE
+    return Signature((labels,), (labels,), linear=linear, local=_of_nothing, needs_local=has_empty_block)
 
 
 def _of_nothing(call: LocalCall) -> Any:
@@ -38,19 +41,19 @@ def _of_nothing(call: LocalCall) -> Any:
     return result
 
 
-@rule(*(f"fft_{kind}" for kind in _KINDS))
+@rule(*(f"fft_{kind}" for kind in _KINDS), by_dtype=True)
 def of_one_dim(call: OpCall) -> Signature | None:
     given = arguments(call, "input", "n", "dim", dim=-1)
     return _along(call, given["input"], given["dim"])
 
 
-@rule(*(f"fft_{kind}2" for kind in _KINDS))
+@rule(*(f"fft_{kind}2" for kind in _KINDS), by_dtype=True)
 def of_two_dims(call: OpCall) -> Signature | None:
     given = arguments(call, "input", "s", "dim", dim=(-2, -1))
     return _along(call, given["input"], given["dim"])
 
 
-@rule(*(f"fft_{kind}n" for kind in _KINDS))
+@rule(*(f"fft_{kind}n" for kind in _KINDS), by_dtype=True)
 def of_several_dims(call: OpCall) -> Signature | None:
     given = arguments(call, "input", "s", "dim", s=None, dim=None)
     dims = given["dim"]
