@@ -65,6 +65,18 @@ def test_mixed_dtypes(foreach):
     assert_same_grads(ours_, theirs_)
 
 
+@pytest.mark.parametrize("norm_type", [2.0, 3.0, 0.7])
+def test_double_precision(norm_type):
+    ours_, theirs_ = (parameters_with_grads((torch.float64,)) for _ in range(2))
+    ours_ = of_the_framework(ours_)
+    norm = clip_grad_norm_(ours_, 0.1, norm_type)
+    expected = nn.utils.clip_grad_norm_(theirs_, 0.1, norm_type).item()
+    assert theirs(norm).item() == pytest.approx(expected, rel=1e-13)
+    for mine, other in zip(ours_, theirs_, strict=True):
+        if other.grad is not None:
+            assert_close(grad_of(mine), other.grad, rtol=1e-13, atol=1e-15)
+
+
 def test_one_tensor_a_generator_and_nothing():
     one = of_the_framework(parameters_with_grads())[3]
     norm = theirs(grad_of(one)).norm()

@@ -63,7 +63,8 @@ def clip_grad_norm_(
     gradients = [gradient for gradient in gradients if gradient is not None]
     total_norm = get_total_norm(gradients, norm_type, error_if_nonfinite, foreach)
     with private_api.no_grad():
-        scale = ops.minimum(max_norm / (total_norm + 1e-6), full((), 1.0, total_norm.dtype))
+        limit, little, one = (full((), number, total_norm.dtype) for number in (max_norm, 1e-6, 1.0))
+        scale = ops.minimum(limit / (total_norm + little), one)
         for gradient in gradients:
             block = detached(_block(gradient))
             if block.numel():
@@ -129,7 +130,7 @@ def complete_norms(norms: list[Tensor], norm_type: float, group: Any) -> list[Te
         elif norm_type == 0:
             whole = collectives.all_reduce(parts, group, op="sum")
         else:
-            whole = collectives.all_reduce(parts**norm_type, group, op="sum") ** (1.0 / norm_type)
+            whole = _power(collectives.all_reduce(_power(parts, norm_type), group, op="sum"), 1.0 / norm_type)
         return [tensor_type_cast(whole[place], norm.dtype) for place, norm in enumerate(norms)]
 
 
@@ -157,7 +158,12 @@ def _norm(tensor: Tensor, norm_type: float, dtype: Any = None) -> Tensor:
         return tensor_type_cast(sizes != 0, real).sum()
     if norm_type == 2:
         return ops.sqrt((sizes * sizes).sum())
-    return (sizes**norm_type).sum() ** (1.0 / norm_type)
+    return _power(_power(sizes, norm_type).sum(), 1.0 / norm_type)
+
+
+def _power(tensor: Tensor, exponent: float) -> Tensor:
+    """MindSpore would round a Python number to float32, also where it meets float64."""
+    return ops.pow(tensor, full((), exponent, tensor.dtype))
 
 
 def _grad_of(parameter: Any) -> Tensor | None:
