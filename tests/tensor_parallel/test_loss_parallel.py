@@ -28,7 +28,7 @@ def test_all_options(reduction: str) -> None:
     plan = hp.ColwiseParallel(output_layouts=hp.Shard(-1), use_local_output=False)
     torch.manual_seed(0)
     for vocabulary, smoothing, weighted, dense in itertools.product(
-        (8, 5, 2), (0.0, 0.1), (False, True), (False, True)
+        (5,) if on_mindspore else (8, 5, 2), (0.0, 0.1), (False, True), (False, True)
     ):
         model = fill(linear(WIDTH, vocabulary))
         cut = hp.parallelize_module(fill(linear(WIDTH, vocabulary)), mesh, plan)
