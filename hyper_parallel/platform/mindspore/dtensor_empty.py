@@ -22,17 +22,17 @@ class _Nothing(private_api.Function):
     """forward: zeros of a shape; backward: zeros for every tensor that was given.
 
     Differentiated once more these belong to the graph as they do on the ranks that have elements, which may wait for
-    this one there.
+    this one there. Their values do not count, so they may have been written to since (``ctx.saved_tensors`` refuses).
     """
 
     @staticmethod
     def forward(ctx: Any, shape: tuple[int, ...], dtype: Any, *tensors: Any) -> Any:
-        ctx.save_for_backward(*tensors)
+        ctx.given = tensors
         return zeros(shape, dtype=dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
-        given = ctx.saved_tensors
+        given = ctx.given
         return None, None, *(zeros_of(tensor.shape, tensor.dtype, gradient, *given) for tensor in given)
 
 
