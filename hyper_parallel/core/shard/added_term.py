@@ -9,7 +9,7 @@ from hyper_parallel.core.shard.signature import LocalCall
 from hyper_parallel.platform import get_platform
 
 
-def added_once(term: int) -> dict[str, Callable[[LocalCall], Any]]:
+def added_once(term: int) -> dict[str, Any]:
     """The ``local`` and ``needs_local`` of a signature whose input number ``term`` is added to a product.
 
     Where the result is a pending sum and the term is whole, the first rank of the axis adds it; the others add zeros

@@ -68,6 +68,7 @@ class _Source:
 class CopiedView(DTensor):
     """A view with memory of its own; see Note [A view that is a copy]."""
 
+    _layout: Layout
     _source: _Source | None = None
 
     @classmethod
@@ -165,21 +166,21 @@ class CopiedView(DTensor):
     @property
     def data(self) -> Any:
         """The same memory without gradient history, as much a view as this one."""
-        plain = DTensor.data.fget(self._settled())  # type: ignore[attr-defined]
+        plain = DTensor.data.fget(self._settled())
         return _linked("detach", plain, DTensor.detach, self, (), {}, None, True) if self._source else plain
 
     @data.setter
     def data(self, value: Any) -> None:
         self._source = None
-        DTensor.data.fset(self, value)  # type: ignore[attr-defined]
+        DTensor.data.fset(self, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copied = super(CopiedView, self._settled()).__deepcopy__(memo)
+        copied = DTensor.__deepcopy__(self._settled(), memo)
         copied.__class__ = DTensor
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return super(CopiedView, self._settled()).__reduce_ex__(protocol)
+        return DTensor.__reduce_ex__(self._settled(), protocol)
 
 
 def is_view_call(name: str, args: tuple[Any, ...]) -> bool:

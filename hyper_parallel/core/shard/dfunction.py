@@ -14,7 +14,7 @@ from hyper_parallel.platform import get_platform
 _platform = get_platform()
 
 
-class DFunction(_platform.Function):  # type: ignore[misc, name-defined]
+class DFunction(_platform.Function):  # type: ignore[name-defined]
     """Subclass with static ``forward(ctx, ...)`` and ``backward(ctx, ...)`` on local tensors; call ``apply``.
 
     With plain tensors it is the framework's own autograd function. With DTensors it runs on the blocks, and the

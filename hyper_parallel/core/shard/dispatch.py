@@ -63,7 +63,7 @@ def intercept(kind: type, func: Callable[..., Any], types: Any, args: Any = (), 
     """:func:`dispatch` as the framework calls it, one Python call less."""
     if skipping.exceptions and is_skipped(func) and _platform.graph_function(func) is None:
         return _platform.call_on_blocks(func, args, kwargs or {})
-    short = None
+    short: tuple[Any, ...] | None = None
     if not kwargs:
         if len(args) == 2:
             first, second = args
@@ -212,7 +212,7 @@ def _add_to_key(key: list[Any], value: Any, numbers: bool) -> None:
         for item in value:
             _add_to_key(key, item, numbers)
     elif kind is slice:
-        bounds = (value.start, value.stop, value.step)
+        bounds: tuple[Any, ...] = (value.start, value.stop, value.step)
         for bound in bounds:
             if bound is not None and type(bound) is not int:
                 bounds = tuple(None if bound is None else operator.index(bound) for bound in bounds)

@@ -178,9 +178,7 @@ def _enter_all(
     args: tuple[Any, ...], kwargs: dict[str, Any], targets: dict[int, Layout]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The plain blocks of all arguments; whole ones enter through an edge where others make the call vary."""
-    layouts = [targets.get(index, value.layout) for index, value in enumerate(args) if isinstance(value, DTensor)]
-    layouts += [value.layout for value in kwargs.values() if isinstance(value, DTensor)]
-    varying = {axis for layout in layouts for axis in _varying_axes(layout)}
+    varying = {axis for layout, _ in _entered(args, kwargs, targets) for axis in _varying_axes(layout)}
 
     def block(value: Any, target: Layout | None) -> Any:
         if not isinstance(value, DTensor):
@@ -197,7 +195,9 @@ def _entered(args: tuple[Any, ...], kwargs: dict[str, Any], targets: dict[int, L
     """The layouts under which the distributed arguments go in, and their global shapes."""
     values = [*enumerate(args), *((-1, value) for value in kwargs.values())]
     return [
-        (targets.get(index, value.layout), tuple(value.shape)) for index, value in values if isinstance(value, DTensor)
+        (targets.get(index) or value.layout, tuple(value.shape))
+        for index, value in values
+        if isinstance(value, DTensor)
     ]
 
 

@@ -10,6 +10,7 @@ parameter on the way is refused by name.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from typing import Any
 
@@ -22,8 +23,11 @@ _names: dict[int, tuple[Any, str]] = {}
 def name_parameters(root: Any) -> None:
     """Remember the names of the plain parameters in ``root``, for messages."""
     for name, parameter in get_platform().parameters_dict(root).items():
-        key = id(parameter)
-        _names[key] = (weakref.ref(parameter, lambda _, key=key: _names.pop(key, None)), name)
+        _names[id(parameter)] = (weakref.ref(parameter, functools.partial(_forget, id(parameter))), name)
+
+
+def _forget(key: int, _: Any) -> None:
+    _names.pop(key, None)
 
 
 def _name_of(parameter: Any) -> str:

@@ -126,7 +126,7 @@ _MAX_SHAPES = 65536
 def _output_shapes(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Shape, ...]:
     """The global shapes of the results, which the framework is asked for once whatever the layouts are."""
     try:
-        key = (func, _without_layouts(args), _without_layouts(tuple(kwargs.items())))
+        key: Any = (func, _without_layouts(args), _without_layouts(tuple(kwargs.items())))
         known = _shapes.get(key)
     except TypeError:  # an argument that cannot be hashed, or whose values may matter
         key = known = None
@@ -266,7 +266,8 @@ class PlannedCall:
         if self.local is None:
             return self.wrap(func, args, kwargs)
         written = None if not self.writes else args[0] if args else kwargs["input"]
-        call = self._local_call(func, *_platform.blocks_of(args, kwargs, self.gives_nothing), written)
+        blocks, named_blocks = _platform.blocks_of(args, kwargs, self.gives_nothing)
+        call = self._local_call(func, blocks, named_blocks, written)
         local = self.local
         return self.wrap(lambda *a, **k: because(f"inside {self.name}", local, call), (), {})
 
@@ -299,7 +300,7 @@ class PlannedCall:
             written,
         )
 
-    def _change(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    def _change(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         new_args = list(args)
         if self.changes_positional:
             for (position,), target, axes, _ in self.changes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -118,7 +118,7 @@ def _no_generator(name: str, generator: Any) -> None:
         )
 
 
-RANDOM_OPS = {
+RANDOM_OPS: dict[str, Callable[..., Any]] = {
     "normal_": normal_,
     "uniform_": uniform_,
     "trunc_normal_": trunc_normal_,

@@ -121,7 +121,7 @@ class Signature:
     updates: tuple[int, ...] = ()
 
 
-def letters(count: int, start: int = 0) -> Labels:
+def letters(count: int, start: int = 0) -> tuple[str, ...]:
     """``count`` different letters.
 
     >>> letters(3)

@@ -29,7 +29,7 @@ from hyper_parallel.platform import get_platform
 _platform = get_platform()
 
 
-class _Enter(_platform.Function):  # type: ignore[misc, name-defined]
+class _Enter(_platform.Function):  # type: ignore[name-defined]
     """forward: ``source`` to ``target``; backward: the gradient, a pending sum along some axes, to ``wanted``."""
 
     @staticmethod

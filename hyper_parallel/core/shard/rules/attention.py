@@ -35,7 +35,7 @@ _HEADS, _QUERIES, _FEATURES = "H", "L", "V"
 def scaled_dot_product_attention(call: OpCall) -> Signature | None:
     given = call.bind(*_NAMES)
     query, key, value, mask = (given.get(name) for name in _NAMES[:4])
-    if not all(isinstance(spec, TensorSpec) for spec in (query, key, value)):
+    if not (isinstance(query, TensorSpec) and isinstance(key, TensorSpec) and isinstance(value, TensorSpec)):
         return None
     output = call.outputs[0]
     has_heads = len(output) > 3

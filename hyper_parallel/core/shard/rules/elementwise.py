@@ -116,7 +116,7 @@ def _number(call: OpCall) -> Any:
 
 
 @rule("div", "rdiv", ignores_scalars=True)
-def division(call: OpCall) -> Signature:
+def division(call: OpCall) -> Signature | None:
     inputs, output = _labels(call)
     if call.kwargs.get("rounding_mode"):
         return whole_division(call)

@@ -167,11 +167,11 @@ def _part_of_value(value: Any, taken: Sequence[tuple[int, int] | None], single: 
     if not kept:
         return value
     for dim in range(kept[0], len(taken)):
-        at = dim - kept[0]
+        at, part = dim - kept[0], taken[dim]
         if dim in single:
             value = value.unsqueeze(at)
-        elif taken[dim] is not None and value.shape[at] != 1:
-            value = value.narrow(at, *taken[dim])
+        elif part is not None and value.shape[at] != 1:
+            value = value.narrow(at, *part)
     return value
 
 

@@ -145,8 +145,8 @@ def tensordot(call: OpCall) -> Signature | None:
         pairs = [(a % first.ndim, b % second.ndim) for a, b in zip(*both, strict=True)]
     else:
         return None
-    left = list(letters(first.ndim))
-    right = list(letters(second.ndim, start=first.ndim))
+    left: list[str | None] = list(letters(first.ndim))
+    right: list[str | None] = list(letters(second.ndim, start=first.ndim))
     reduces = {}
     for number, (a, b) in enumerate(pairs):
         letter = f"K{number}"

@@ -118,7 +118,7 @@ def rms_norm(call: OpCall) -> Signature:
 
 def _over_last_dims(call: OpCall, local: Callable[[LocalCall], Any]) -> Signature:
     ndim = call.tensors[0].ndim
-    labels = letters(ndim)
+    labels: Labels = letters(ndim)
     normalised = (
         labels[ndim - len(call.args[1]) :] if len(call.args) > 1 else labels[-len(call.kwargs["normalized_shape"]) :]
     )

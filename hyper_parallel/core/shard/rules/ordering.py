@@ -97,4 +97,4 @@ def histc(call: OpCall) -> Signature | None:
     if type(bound["min"]) is not int or type(bound["max"]) is not int or bound["min"] == bound["max"]:
         return None
     labels = letters(call.tensors[0].ndim)
-    return Signature((labels,), ((None,),), reduces=dict.fromkeys(labels, "sum"))  # type: ignore[arg-type]
+    return Signature((labels,), ((None,),), reduces=dict.fromkeys(labels, "sum"))

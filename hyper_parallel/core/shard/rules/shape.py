@@ -49,9 +49,8 @@ def _swapped(call: OpCall, first: int, second: int) -> Signature:
 
 @rule("transpose", "transpose_copy")
 def transpose(call: OpCall) -> Signature:
-    bound = call.bind("input", "dim0", "dim1")
-    first = bound.get("dim0", bound.get("axis0"))
-    second = bound.get("dim1", bound.get("axis1"))
+    given = call.bind("input", "dim0", "dim1")
+    first, second = (given[f"dim{at}"] if f"dim{at}" in given else given[f"axis{at}"] for at in (0, 1))
     return _swapped(call, first, second)
 
 
@@ -119,7 +118,7 @@ def repeat_interleave(call: OpCall) -> Signature | None:
     labels = letters(len(shape))
     if bound["dim"] is None:
         inputs = (labels[0], *(None for _ in labels[1:]))
-        return Signature((inputs,), (labels[:1],), linear=ALONE, divisors={labels[0]: shape[0]})  # type: ignore[dict-item]
+        return Signature((inputs,), (labels[:1],), linear=ALONE, divisors={labels[0]: shape[0]})
     (dim,) = dim_list(bound["dim"], len(shape))
     divisors: dict[Any, int] = {} if bound["repeats"] == 1 else {labels[dim]: shape[dim]}
 

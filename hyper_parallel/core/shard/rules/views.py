@@ -87,7 +87,7 @@ def view(call: OpCall) -> Signature:
 def _seen_as_dtype(call: OpCall) -> Signature:
     """The same bytes as another dtype: the last dim may get another size."""
     (before,), after = [spec.shape for spec in call.tensors], call.outputs[0]
-    labels = letters(len(before))
+    labels: Labels = letters(len(before))
     if before != after:
         labels = (*labels[:-1], None)
     return Signature((labels,), (labels,))
@@ -122,7 +122,8 @@ def _empty_pairs(call: LocalCall) -> Any:
 
 @rule("atleast_1d", "atleast_2d", "atleast_3d")
 def at_least(call: OpCall) -> Signature:
-    inputs, outputs = [], []
+    inputs: list[Labels] = []
+    outputs: list[Labels] = []
     for spec, after in zip(call.tensors, call.outputs, strict=True):
         labels, new_labels, _ = view_labels(spec.shape, after, 8 * len(inputs))
         inputs.append(labels)
