@@ -180,7 +180,7 @@ def _choose(variable: str | None, installed: Mapping[str, bool], actual: ProbeRe
     if chosen == "mindspore":
         return chosen, f"{unset}, and MindSpore, which is preferred, is installed"
     if installed["mindspore"]:
-        return chosen, f"{unset}, and MindSpore is installed but this version of HyperParallel cannot use it"
+        return chosen, f"{unset}, and MindSpore is installed but cannot be used"
     return chosen, f"{unset}, and MindSpore is not installed"
 
 

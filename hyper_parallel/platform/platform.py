@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum, auto
@@ -798,7 +799,7 @@ _current: Platform | None = None
 def get_platform() -> Platform:
     """The one platform of this process, made on first use.
 
-    ``HYPER_PARALLEL_PLATFORM`` (``torch`` or ``mindspore``) decides; without it MindSpore when it is there, else
+    ``HYPER_PARALLEL_PLATFORM`` (``torch`` or ``mindspore``) decides; without it MindSpore when it can be imported, else
     PyTorch.
 
     >>> get_platform().platform_type.name in ("PYTORCH", "MINDSPORE")
@@ -856,9 +857,20 @@ def _find_platform() -> Platform:
             f"{HYPER_PARALLEL_PLATFORM}={asked!r} is not a platform; "
             f"set it to {HYPER_PARALLEL_PLATFORM_TORCH!r} or {HYPER_PARALLEL_PLATFORM_MINDSPORE!r}"
         )
+    torch_is_there = importlib.util.find_spec("torch") is not None
     if _mindspore_is_there():
-        return get_mindspore_platform()
-    if importlib.util.find_spec("torch"):
+        try:
+            return get_mindspore_platform()
+        except ImportError as error:
+            if not torch_is_there:
+                raise
+            warnings.warn(
+                f"MindSpore is installed but cannot be imported, so HyperParallel runs on PyTorch: {error} "
+                f"(with {HYPER_PARALLEL_PLATFORM}={HYPER_PARALLEL_PLATFORM_TORCH} it is not tried)",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+    if torch_is_there:
         return get_torch_platform()
     raise ImportError(
         "HyperParallel needs a framework; run: pip install 'hyper-parallel[torch]' or 'hyper-parallel[mindspore]'"
