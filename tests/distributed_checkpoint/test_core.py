@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import json
 import math
 import os
@@ -15,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from hyper_parallel import Layout, Partial, Replicate, Shard, checkpoint, init_device_mesh
+from hyper_parallel.core.distributed_checkpoint import checksum, file_boxes
 from hyper_parallel.core.distributed_checkpoint.checksum import crc32c, share_of_box, share_of_whole
 from hyper_parallel.core.distributed_checkpoint.chunks import (
     ObjectSpec,
@@ -266,15 +268,38 @@ def test_meshes_of_parts_of_the_world_share_the_work():
         merge_specs(by_rank)
 
 
-def test_the_shares_of_boxes_add_up_to_the_checksum():
+@pytest.mark.parametrize("block", [8, 24, 64, 1 << 20])
+def test_the_shares_of_boxes_add_up_to_the_checksum(block, monkeypatch):
+    monkeypatch.setattr(checksum, "_BLOCK", block)
+    monkeypatch.setattr(checksum, "_ZEROS", memoryview(bytes(block)))
     values = np.random.default_rng(0).integers(0, 2**16, (7, 5, 3), np.uint16)
     total = 0
     for rows, columns in ((slice(0, 4), slice(0, 2)), (slice(0, 4), slice(2, 5)), (slice(4, 7), slice(0, 5))):
         total ^= share_of_box(values[rows, columns], (rows.start, columns.start, 0), values.shape)
     assert total == share_of_whole(crc32c(values.reshape(-1).view(np.uint8)), values.nbytes)
+    assert checksum.crc32c_of(values.T) == crc32c(values.T.tobytes())
 
 
 # ---------------------------------------------------------------- files
+
+
+@pytest.mark.parametrize(("scratch", "page"), [(1 << 20, 1 << 12), (256, 16), (64, 1)])
+def test_boxes_are_read_to_where_they_belong(tmp_path, monkeypatch, scratch, page):
+    monkeypatch.setattr(file_boxes, "_SCRATCH", scratch)
+    monkeypatch.setattr(file_boxes, "_PAGE", page)
+    random = np.random.default_rng(0)
+    with contextlib.closing(file_boxes.FileBoxes(tmp_path)) as files:
+        for number in range(100):
+            shape = tuple(random.choice([1, 2, 5, 17], random.integers(0, 5)).tolist())
+            values = random.integers(0, 2**16, shape, np.uint16)
+            (tmp_path / str(number)).write_bytes(b"head" + values.tobytes())
+            offsets = tuple(int(random.integers(size)) for size in shape)
+            sizes = tuple(int(random.integers(size - at)) + 1 for at, size in zip(offsets, shape, strict=True))
+            expected = values[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))]
+            wide = np.zeros([2 * size for size in sizes], np.uint16)[tuple(slice(None, None, 2) for _ in sizes) or ...]
+            for out in (np.zeros(sizes, np.uint16), np.zeros(sizes[::-1], np.uint16).T, wide):
+                files.read_box(str(number), 4, shape, offsets, sizes, out)
+                assert np.array_equal(out, expected)
 
 
 def test_the_files_are_safetensors_of_a_limited_size(tmp_path):

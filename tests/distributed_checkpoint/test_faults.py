@@ -491,3 +491,17 @@ def test_truncated_missing_and_foreign_files(tmp_path):
         checkpoint.load(target, checkpoint_id=root)
     assert checkpoint.latest(tmp_path) == tmp_path / "step-0"
     assert version_of(tmp_path / "step-0") == 0
+
+
+def test_a_file_that_is_cut_short_while_it_is_read(tmp_path):
+    save_version(tmp_path, "step-0", 0)
+    (data,) = (tmp_path / "step-0").glob("*.safetensors")
+
+    class Unlucky(checkpoint.FileSystemReader):
+        def read_into(self, name, start, target):
+            if start:  # The header was read before, and the size looked at.
+                os.truncate(data, 4096)
+            super().read_into(name, start, target)
+
+    with pytest.raises(checkpoint.CorruptCheckpointError, match=rf"{data.name}' ends at byte \d+ where \d+ are"):
+        checkpoint.load(state_of(0), checkpoint_id=tmp_path / "step-0", storage_reader=Unlucky())

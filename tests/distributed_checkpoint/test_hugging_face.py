@@ -335,6 +335,14 @@ def test_damaged_folders(tmp_path, damage, kind, said):
         load_hugging_face({}, folder, mapping=RULES, no_dist=True)
 
 
+def test_a_file_that_is_cut_short_while_it_is_read(tmp_path):
+    save_file({"w": torch.ones(5000)}, tmp_path / "model.safetensors")
+    source = SafetensorsFolder(tmp_path)
+    os.truncate(tmp_path / "model.safetensors", 4096)
+    with pytest.raises(CorruptCheckpointError, match=r"model.safetensors' ends at byte 4096 where"):
+        load_hugging_face({"w": torch.zeros(5000)}, source, no_dist=True)
+
+
 def test_names_and_shapes_that_do_not_fit(tmp_path):
     folder = _write_folder(tmp_path / "hub", {"a": torch.zeros(2, 3), "b": torch.zeros(1)})
     with pytest.raises(ValueError, match=r"not in the files: c \(.*in the files but not wanted: b \(allow_unused"):

@@ -20,10 +20,10 @@ class _Source:
     def __init__(self, arrays):
         self.arrays = arrays
 
-    def view(self, name, offsets, sizes):
-        box = tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
-        assert self.arrays[name][box].shape == tuple(sizes)
-        return self.arrays[name][box]
+    def read(self, name, offsets, out):
+        box = tuple(slice(at, at + size) for at, size in zip(offsets, out.shape, strict=True))
+        assert self.arrays[name][box].shape == out.shape
+        out[...] = self.arrays[name][box]
 
 
 class _Entry:
@@ -46,7 +46,7 @@ def _check_both_ways(rules, files, ours):
         ranges = [{(0, size), (0, size // 2), (size // 2, size), (max(size - 1, 0), size)} for size in expected.shape]
         for box in itertools.product(*ranges):
             got = np.zeros([end - start for start, end in box], np.uint32)
-            fill_box(got, tuple(start for start, _ in box), pieces[name], _Source(files))
+            fill_box(got, tuple(start for start, _ in box), pieces[name], _Source(files).read)
             assert np.array_equal(got, expected[tuple(slice(*side) for side in box)]), (name, box)
     back = mapping.to_files(_known(ours))
     kept = {name: array for name, array in files.items() if name not in mapped.dropped}

@@ -16,9 +16,14 @@ import mmap
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+
+from hyper_parallel.core.distributed_checkpoint.chunks import Shape
 from hyper_parallel.core.distributed_checkpoint.cleanup import remove_leftovers, remove_unnamed
 from hyper_parallel.core.distributed_checkpoint.errors import CorruptCheckpointError
+from hyper_parallel.core.distributed_checkpoint.file_boxes import FileBoxes
 from hyper_parallel.core.distributed_checkpoint.file_locks import hold_lock
 from hyper_parallel.core.distributed_checkpoint.file_names import aside_file_name, lock_file_name
 from hyper_parallel.core.distributed_checkpoint.storage import (
@@ -122,14 +127,14 @@ class FileSystemWriter(StorageWriter):
 
 
 class FileSystemReader(StorageReader):
-    """Reads from a directory, through memory maps.
+    """Reads from a directory; see Note [Why loads do not map files] in ``file_boxes.py``.
 
     ``reads_are_dear`` makes replicas travel between the ranks instead of being read by each. By default that is so
     when the job spans several hosts, as ``LOCAL_WORLD_SIZE`` and ``WORLD_SIZE`` say: on one host the second read of a
     file comes from memory.
     """
 
-    views_are_lazy = True
+    block_bytes = 1 << 20
 
     def __init__(self, *, reads_are_dear: bool | None = None) -> None:
         if reads_are_dear is None:
@@ -138,9 +143,11 @@ class FileSystemReader(StorageReader):
         self.reads_are_dear = reads_are_dear
         self._maps: dict[str, tuple[mmap.mmap | None, memoryview]] = {}
         self._num_bytes_mapped = 0
+        self._files: FileBoxes | None = None
 
     def open(self, checkpoint_id: CheckpointId) -> None:
         self._root = local_path(checkpoint_id)
+        self._files = FileBoxes(self._root)
 
     def read_metadata(self) -> bytes:
         return (self._root / METADATA_FILE).read_bytes()
@@ -149,6 +156,21 @@ class FileSystemReader(StorageReader):
         return os.stat(self._root / name).st_size
 
     def view(self, name: str, start: int, length: int) -> memoryview:
+        data = memoryview(bytearray(length))
+        self.read_into(name, start, data)
+        return data
+
+    def read_into(self, name: str, start: int, target: memoryview) -> None:
+        assert self._files is not None
+        self._files.read(name, start, target)
+
+    def read_box(
+        self, name: str, start: int, shape: Shape, offsets: Shape, sizes: Shape, out: np.ndarray[Any, Any]
+    ) -> None:
+        assert self._files is not None
+        self._files.read_box(name, start, shape, offsets, sizes, out)
+
+    def mapped(self, name: str, start: int, length: int) -> memoryview:
         if name not in self._maps:
             self._maps[name] = self._map(name)
         self._num_bytes_mapped += length
@@ -183,6 +205,8 @@ class FileSystemReader(StorageReader):
                 if mapped is not None:
                     mapped.close()
         self._maps.clear()
+        if self._files is not None:
+            self._files.close()
 
 
 def _write_all(descriptor: int, buffers: Iterable[Buffer], begin_sync: bool) -> None:

@@ -13,7 +13,7 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,10 +36,15 @@ _NAME_OF_DTYPE = {dtype: name for name, dtype in DTYPE_OF_SAFETENSORS_NAME.items
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def fill_box(array: np.ndarray[Any, Any], offsets: Shape, pieces: Sequence[Piece], source: Any) -> None:
-    """Fill the box at ``offsets`` of one of our tensors from the files; ``source.view(name, offsets, sizes)`` reads."""
+def fill_box(
+    array: np.ndarray[Any, Any], offsets: Shape, pieces: Sequence[Piece], read: Callable[[str, Shape, Any], None]
+) -> None:
+    """Fill the box at ``offsets`` of one of our tensors from the files.
+
+    ``read(name, offsets, out)`` fills an array, a view of ours with the dims of the files, from a tensor of theirs.
+    """
     for piece in pieces:
-        here, there, in_file = [], list(piece.file_offsets), [1] * len(piece.file_offsets)
+        here, there = [], list(piece.file_offsets)
         for at, size, start, length, dim in zip(
             offsets, array.shape, piece.our_offsets, piece.our_sizes, piece.dims, strict=True
         ):
@@ -49,26 +54,16 @@ def fill_box(array: np.ndarray[Any, Any], offsets: Shape, pieces: Sequence[Piece
             here.append(slice(first - at, last - at))
             if dim is not None:
                 there[dim] += first - start
-                in_file[dim] = last - first
         else:
-            array[tuple(here)] = _turned(source.view(piece.file_name, there, in_file), piece)
-
-
-def _turned(box: np.ndarray[Any, Any], piece: Piece) -> np.ndarray[Any, Any]:
-    """A box of the files with the dims of ours."""
-    kept = [dim for dim in piece.dims if dim is not None]
-    stacked = [dim for dim in range(box.ndim) if dim not in kept]
-    turned = box.transpose(*kept, *stacked)[(..., *(0 for _ in stacked))] if box.ndim else box
-    return turned[tuple(None if dim is None else slice(None) for dim in piece.dims)] if piece.dims else turned
+            read(piece.file_name, tuple(there), _turned_back(array[(*here, ...)], piece))
 
 
 def _turned_back(box: np.ndarray[Any, Any], piece: Piece) -> np.ndarray[Any, Any]:
-    """A box of ours with the dims of the files."""
+    """A box of ours with the dims of the files, by reference."""
     kept = [dim for dim in piece.dims if dim is not None]
-    plain = box[tuple(0 if dim is None else slice(None) for dim in piece.dims)] if piece.dims else box
-    order = np.argsort(kept) if kept else ()
-    turned = plain.transpose(*order) if kept else plain
-    return turned[tuple(slice(None) if dim in kept else None for dim in range(len(piece.file_offsets)))]
+    plain = box[(*(0 if dim is None else slice(None) for dim in piece.dims), ...)]
+    turned = plain.transpose(*np.argsort(kept)) if kept else plain
+    return turned[(*(slice(None) if dim in kept else None for dim in range(len(piece.file_offsets))), ...)]
 
 
 def assemble(entry: Any, pieces: Sequence[Piece], whole: Mapping[str, np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:

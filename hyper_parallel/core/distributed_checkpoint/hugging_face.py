@@ -140,11 +140,11 @@ def _fill_tensor(target: Any, dtype: str, pieces: Sequence[Piece], source: Safet
         return
     if dtype == _dtype_of(target):
         array = platform.raw_array(target)
-        fill_box(array, offsets, pieces, source)
+        fill_box(array, offsets, pieces, source.read)
         platform.set_raw(target, array)
     else:
         block = platform.new_tensor(sizes, platform.str_to_dtype(dtype), "cpu")
-        fill_box(platform.raw_array(block), offsets, pieces, source)
+        fill_box(platform.raw_array(block), offsets, pieces, source.read)
         platform.load_into_param(target, block)
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hyper_parallel.core.distributed_checkpoint.agreement import Agreement, GroupAgreement
-from hyper_parallel.core.distributed_checkpoint.checksum import crc32c, share_of_box, share_of_whole
+from hyper_parallel.core.distributed_checkpoint.checksum import share_of_box, share_of_whole
 from hyper_parallel.core.distributed_checkpoint.errors import CorruptCheckpointError
 from hyper_parallel.core.distributed_checkpoint.exchange import ReplicaExchange
 from hyper_parallel.core.distributed_checkpoint.file_agreement import make_agreement
@@ -148,12 +148,10 @@ class _Loading:
         tensor = self._files.index.tensors[key]
         number = _chunk_number(tensor, item)
         whole = tensor.chunk_sizes(number)
-        values = self._files.box(tensor, number, item.storage_offsets, item.lengths)
         if item.lengths == whole:
-            self._files.compare(key, number, crc32c(values.reshape(-1).view(np.uint8)), tensor.crc32c[number])
-            target[...] = values
+            self._files.compare(key, number, self._files.read_chunk(tensor, number, target), tensor.crc32c[number])
         else:
-            target[...] = values
+            self._files.read_box(tensor, number, item.storage_offsets, target)
             share = share_of_box(target, item.storage_offsets, whole)
             shares.append(Share(numbers[key], number, item.storage_offsets, item.lengths, share))
         self._reader.bytes_read += target.nbytes

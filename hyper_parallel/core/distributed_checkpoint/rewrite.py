@@ -77,6 +77,9 @@ class Selection:
     def view(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> np.ndarray[Any, Any]:
         return self.source.view(self.tensors[name], offsets, sizes)
 
+    def read(self, name: str, offsets: Sequence[int], out: np.ndarray[Any, Any]) -> None:
+        out[...] = self.view(name, offsets, out.shape)
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Where chunks are cut
@@ -351,7 +354,7 @@ def _staged(
         array = source.view(pieces[item.name][0].file_name, offsets, sizes)
     else:
         array = np.empty(sizes, RAW_DTYPES[dtype_size(dtypes[item.name])])
-        fill_box(array, offsets, pieces[item.name], source)
+        fill_box(array, offsets, pieces[item.name], source.read)
     return StagedItem(MetadataIndex(item.name, offsets), dtypes[item.name], sizes, as_buffer(array))
 
 

@@ -1,7 +1,7 @@
 """A folder of safetensors files as the Hugging Face hub has them: one file, or several with an index beside them.
 
-Only headers are read at first; a box of a tensor is looked up through a memory map, so what nobody asks for is not
-read.
+Only headers are read at first; of a tensor a box is read, or looked up through a memory map, so what nobody asks for is
+not read.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hyper_parallel.core.distributed_checkpoint.errors import CorruptCheckpointError
+from hyper_parallel.core.distributed_checkpoint.file_boxes import FileBoxes
 from hyper_parallel.core.distributed_checkpoint.metadata import dtype_size
 from hyper_parallel.core.distributed_checkpoint.shard_file import DTYPE_OF_SAFETENSORS_NAME
 
@@ -47,6 +48,7 @@ class SafetensorsFolder:
         self.path = Path(folder)
         self.tensors: dict[str, StoredTensor] = {}
         self.bytes_read = 0
+        self._files = FileBoxes(self.path)
         self._maps: dict[str, np.ndarray[Any, Any]] = {}
         for name in _file_names(self.path):
             self._read_header(name)
@@ -100,6 +102,12 @@ class SafetensorsFolder:
                 f"'{index}' names tensors that are not in their files: {', '.join(wrong[:20])}; the folder is a mix of "
                 "several saves, or was not copied whole"
             )
+
+    def read(self, name: str, offsets: Shape, out: np.ndarray[Any, Any]) -> None:
+        """Fill ``out`` with the bits of a box of a tensor; see Note [Why loads do not map files]."""
+        stored = self.tensors[name]
+        self._files.read_box(stored.file, stored.start, stored.shape, offsets, out.shape, out)
+        self.bytes_read += out.nbytes
 
     def view(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> np.ndarray[Any, Any]:
         """The bits of a box of a tensor, by reference to the file, as unsigned integers of its element size."""

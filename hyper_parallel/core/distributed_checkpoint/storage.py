@@ -12,6 +12,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from hyper_parallel.core.distributed_checkpoint.chunks import Shape, contiguous_runs
+
 METADATA_FILE = "metadata.json"
 DEFAULT_SHARD_BYTES = 4 << 30
 
@@ -61,8 +65,8 @@ class StorageReader(ABC):
 
     #: Whether a replica costs less to get from another rank than to read again: true for storage far away.
     reads_are_dear: bool = False
-    #: Whether :meth:`view` reads nothing before one looks: true for memory maps.
-    views_are_lazy: bool = False
+    #: How many bytes of a chunk are read at a time, and checked while they are in the processor's cache; None: all.
+    block_bytes: int | None = None
     #: Bytes of tensors that were read, since it was made.
     bytes_read: int = 0
 
@@ -80,11 +84,29 @@ class StorageReader(ABC):
 
     @abstractmethod
     def view(self, name: str, start: int, length: int) -> memoryview:
-        """These bytes of a file, by reference where that is possible."""
+        """These bytes of a file."""
+
+    def mapped(self, name: str, start: int, length: int) -> memoryview:
+        """The same for tools, by reference where that is possible: nothing is read before one looks."""
+        return self.view(name, start, length)
+
+    def read_into(self, name: str, start: int, target: memoryview) -> None:
+        """Fill ``target`` with the bytes of a file from ``start`` on."""
+        target[:] = self.view(name, start, len(target))
 
     def views(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
         """The bytes of several ranges (start, length) of a file, in ascending order."""
         return [self.view(name, start, length) for start, length in ranges]
+
+    def read_box(
+        self, name: str, start: int, shape: Shape, offsets: Shape, sizes: Shape, out: np.ndarray[Any, Any]
+    ) -> None:
+        """Fill ``out`` with the box of an array of ``shape`` whose first element is at byte ``start`` of a file."""
+        ranges = [
+            (start + first * out.itemsize, length * out.itemsize)
+            for first, length in contiguous_runs(shape, offsets, sizes)
+        ]
+        out[...] = np.frombuffer(b"".join(self.views(name, ranges)), out.dtype).reshape(sizes)
 
     @abstractmethod
     def close(self) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from hyper_parallel.core.distributed_checkpoint.checksum import crc32c
-from hyper_parallel.core.distributed_checkpoint.chunks import Shape, contiguous_runs, slices
+from hyper_parallel.core.distributed_checkpoint.checksum import crc32c, crc32c_of
+from hyper_parallel.core.distributed_checkpoint.chunks import Shape
 from hyper_parallel.core.distributed_checkpoint.errors import CorruptCheckpointError
 from hyper_parallel.core.distributed_checkpoint.index_file import CheckpointIndex, StoredTensor, decode_index
 from hyper_parallel.core.distributed_checkpoint.metadata import Metadata, dtype_size
@@ -41,43 +41,46 @@ class StoredFiles:
             ) from None
         self.index: CheckpointIndex = decode_index(data, f"{self.name}/{METADATA_FILE}")
         self._sized: set[int] = set()
+        self._buffer = memoryview(b"")
 
-    def view(self, file: int, start: int, length: int) -> memoryview:
-        """Bytes of a file's data, unchecked but for the file's size."""
+    def chunk(self, tensor: StoredTensor, number: int) -> np.ndarray[Any, Any]:
+        """A chunk as an array of bits, unchecked, by reference where that is possible."""
+        size = dtype_size(tensor.dtype)
+        sizes = tensor.chunk_sizes(number)
+        name, start = self._place(tensor.file[number], tensor.start[number])
+        return np.frombuffer(self.reader.mapped(name, start, math.prod(sizes) * size), RAW_DTYPES[size]).reshape(sizes)
+
+    def read_box(self, tensor: StoredTensor, number: int, offsets: Shape, out: np.ndarray[Any, Any]) -> None:
+        """Fill ``out`` with a box of a chunk, unchecked. No other bytes are read, but for what the reader puts up with
+        to read fewer ranges."""
+        name, start = self._place(tensor.file[number], tensor.start[number])
+        self.reader.read_box(name, start, tensor.chunk_sizes(number), offsets, out.shape, out)
+
+    def read_chunk(self, tensor: StoredTensor, number: int, out: np.ndarray[Any, Any]) -> int:
+        """Fill ``out`` with a chunk; the checksum of what was read."""
+        if not out.flags.c_contiguous:
+            self.read_box(tensor, number, (0,) * out.ndim, out)
+            return crc32c_of(out)
+        name, start = self._place(tensor.file[number], tensor.start[number])
+        data = out.reshape(-1).view(np.uint8).data
+        step, crc = self.reader.block_bytes or len(data), 0
+        for at in range(0, len(data), step):
+            part = data[at : at + step]
+            self.reader.read_into(name, start + at, part)
+            crc = crc32c(part, crc)
+        return crc
+
+    def _place(self, file: int, start: int) -> tuple[str, int]:
+        """A file's name, and where in it a byte of its data is; the file has its size."""
         if file not in self._sized:
             self._check_size(file)
         described = self.index.files[file]
-        return self.reader.view(described.name, described.header_bytes + start, length)
-
-    def chunk(self, tensor: StoredTensor, number: int) -> np.ndarray[Any, Any]:
-        """A chunk as an array of bits, unchecked."""
-        size = dtype_size(tensor.dtype)
-        sizes = tensor.chunk_sizes(number)
-        data = self.view(tensor.file[number], tensor.start[number], math.prod(sizes) * size)
-        return np.frombuffer(data, RAW_DTYPES[size]).reshape(sizes)
-
-    def box(self, tensor: StoredTensor, number: int, offsets: Shape, sizes: Shape) -> np.ndarray[Any, Any]:
-        """A box of a chunk as an array of bits, unchecked. No other bytes are read, but for what the reader puts up
-        with to read fewer ranges."""
-        whole = tensor.chunk_sizes(number)
-        if sizes == whole:
-            return self.chunk(tensor, number)
-        if self.reader.views_are_lazy:
-            return self.chunk(tensor, number)[slices(offsets, sizes)]
-        if tensor.file[number] not in self._sized:
-            self._check_size(tensor.file[number])
-        described, element = self.index.files[tensor.file[number]], dtype_size(tensor.dtype)
-        base = described.header_bytes + tensor.start[number]
-        ranges = [
-            (base + start * element, length * element) for start, length in contiguous_runs(whole, offsets, sizes)
-        ]
-        data = b"".join(self.reader.views(described.name, ranges))
-        return np.frombuffer(data, RAW_DTYPES[element]).reshape(sizes)
+        return described.name, described.header_bytes + start
 
     def object_bytes(self, key: str) -> memoryview:
         """The bytes of an object."""
         stored = self.index.objects[key]
-        data = self.view(stored.file, stored.start, stored.length)
+        data = self.reader.view(*self._place(stored.file, stored.start), stored.length)
         if crc32c(data) != stored.crc32c:
             raise CorruptCheckpointError(self.damaged(stored.file, f"the object '{key}'"))
         return data
@@ -93,9 +96,15 @@ class StoredFiles:
         """Raise unless a chunk is as it was written."""
         tensor = self.index.tensors[key]
         length = math.prod(tensor.chunk_sizes(number)) * dtype_size(tensor.dtype)
+        name, start = self._place(tensor.file[number], tensor.start[number])
+        step = self.reader.block_bytes or _STEP
+        if len(self._buffer) < min(length, step):
+            self._buffer = memoryview(bytearray(min(length, step)))
         crc = 0
-        for at in range(0, length, _STEP):
-            crc = crc32c(self.view(tensor.file[number], tensor.start[number] + at, min(_STEP, length - at)), crc)
+        for at in range(0, length, step):
+            part = self._buffer[: min(step, length - at)]
+            self.reader.read_into(name, start + at, part)
+            crc = crc32c(part, crc)
         self.compare(key, number, crc, tensor.crc32c[number])
 
     def compare(self, key: str, chunk: int, found: int, written: int) -> None:

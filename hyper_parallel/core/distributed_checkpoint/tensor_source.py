@@ -128,3 +128,4 @@ class SafetensorsSource(SafetensorsFolder):
 
     def close(self) -> None:
         self._maps.clear()
+        self._files.close()

@@ -1,0 +1,108 @@
+"""Reading boxes of row-major arrays in files: straight to where they belong, a bounded number of bytes at a time.
+
+Note [Why loads do not map files]
+A page of a mapped file that cannot be read (the file was cut short meanwhile, the disk or the network has failed) ends
+the process with SIGBUS, and nobody learns why. ``pread`` says it with an error. The bytes are copied once either way,
+and what is checked afterwards is what has arrived, not what the file held a moment before.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hyper_parallel.core.distributed_checkpoint.chunks import Shape
+from hyper_parallel.core.distributed_checkpoint.errors import CorruptCheckpointError
+
+_MAX_OPEN = 64  # files at a time
+_SCRATCH = 1 << 20  # bytes that are read at a time where a box lies in small runs
+_PAGE = 1 << 12  # Runs with less than this between them are read as one: the system reads whole pages anyway.
+
+
+class FileBoxes:
+    """The files of a folder; those that were read last stay open."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._open: OrderedDict[str, int] = OrderedDict()
+        self._scratch = np.empty(0, np.uint8)
+
+    def read(self, name: str, start: int, target: memoryview) -> None:
+        """Fill ``target`` with the bytes of a file from ``start`` on."""
+        descriptor = self._descriptor(name)
+        while len(target):
+            count = os.preadv(descriptor, [target], start)
+            if not count:
+                raise CorruptCheckpointError(
+                    f"'{self._folder / name}' ends at byte {start} where {start + len(target)} are expected; it was "
+                    "cut short. Load another checkpoint, or copy it again"
+                )
+            target, start = target[count:], start + count
+
+    def read_box(
+        self, name: str, start: int, shape: Shape, offsets: Shape, sizes: Shape, out: np.ndarray[Any, Any]
+    ) -> None:
+        """Fill ``out`` with the box of an array of ``shape`` whose first element is at byte ``start`` of a file."""
+        element = out.itemsize
+        strides = [math.prod(shape[dim + 1 :]) * element for dim in range(len(shape))]
+        start += sum(at * stride for at, stride in zip(offsets, strides, strict=True))
+        self._read_spread(name, start, strides, out)
+
+    def _read_spread(self, name: str, start: int, strides: list[int], out: np.ndarray[Any, Any]) -> None:
+        """Fill ``out``, whose elements lie ``strides`` bytes apart in the file, the first at byte ``start``."""
+        is_flat = out.flags.c_contiguous
+        if is_flat and _span(out, strides) == out.nbytes:
+            self.read(name, start, _bytes_of(out))
+            return
+        row, stride = _span(out[0], strides[1:]), strides[0]
+        if row <= _SCRATCH and stride - row < _PAGE:
+            self._read_through_scratch(name, start, strides, row, out)
+        elif is_flat and row * len(out) == out.nbytes:
+            data, descriptor = _bytes_of(out), self._descriptor(name)
+            for number in range(len(out)):
+                target, at = data[number * row : (number + 1) * row], start + number * stride
+                if os.preadv(descriptor, [target], at) != row:
+                    self.read(name, at, target)
+        else:
+            for number, part in enumerate(out):
+                self._read_spread(name, start + number * stride, strides[1:], part)
+
+    def _read_through_scratch(
+        self, name: str, start: int, strides: list[int], row: int, out: np.ndarray[Any, Any]
+    ) -> None:
+        if not len(self._scratch):
+            self._scratch = np.empty(_SCRATCH, np.uint8)
+        at_once = 1 + (_SCRATCH - row) // strides[0]
+        for first in range(0, len(out), at_once):
+            part = out[first : first + at_once]
+            self.read(name, start + first * strides[0], self._scratch[: _span(part, strides)].data)
+            part[...] = np.ndarray(part.shape, part.dtype, self._scratch, strides=strides)
+
+    def _descriptor(self, name: str) -> int:
+        found = self._open.get(name)
+        if found is None:
+            if len(self._open) == _MAX_OPEN:
+                os.close(self._open.popitem(last=False)[1])
+            found = self._open[name] = os.open(self._folder / name, os.O_RDONLY | os.O_CLOEXEC)
+        return found
+
+    def close(self) -> None:
+        """Close the files."""
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+    __del__ = close
+
+
+def _span(out: Any, strides: list[int]) -> int:
+    """From the first byte to the last of elements that lie ``strides`` bytes apart."""
+    return out.itemsize + sum((size - 1) * stride for size, stride in zip(out.shape, strides, strict=True))
+
+
+def _bytes_of(out: np.ndarray[Any, Any]) -> memoryview:
+    return out.reshape(-1).view(np.uint8).data
