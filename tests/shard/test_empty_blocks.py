@@ -1,5 +1,7 @@
 """Ranks whose block has no elements: operators that refuse such a block, or forget the graph there."""
 
+import itertools
+
 import torch
 
 import hyper_parallel as hp
@@ -41,25 +43,46 @@ def test_same_as_one_device_where_ranks_have_nothing() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+F = torch.nn.functional
+PLACES = torch.tensor([[[0, 3]]])
+# The function, its tensors, and the dim of the first of which there is one row only; its like in the others.
+OF_ONE_ROW = [
+    (F.conv1d, (tensor(1, 2, 5), tensor(3, 2, 3, seed=1)), (0, None)),
+    (F.conv1d, (tensor(2, 1, 5), tensor(3, 1, 3, seed=1), tensor(3)), (1, 1, None)),
+    (F.conv_transpose1d, (tensor(2, 2, 5), tensor(2, 1, 3, seed=1), tensor(1)), (None, 1, 0)),
+    (F.linear, (tensor(1, 5), tensor(3, 5, seed=1)), (0, None)),
+    (lambda a, b: torch.cdist(a, b, 2.0, "use_mm_for_euclid_dist"), (tensor(1, 3), tensor(4, 3, seed=1)), (0, None)),
+    (lambda x, weight: F.batch_norm(x, None, None, weight, training=True), (tensor(3, 1, 2), tensor(1)), (1, 0)),
+    (F.instance_norm, (tensor(1, 3, 4),), (0,)),
+    (lambda x: F.max_unpool1d(x, x.detach().mul(0).long() + PLACES.to(x.device), 2), (tensor(1, 1, 2),), (0,)),
+    (lambda x: F.pad(x, (1, 2), mode="replicate"), (tensor(1, 3, 4),), (0,)),
+    (lambda x: F.max_pool2d(x, 2), (tensor(1, 2, 4, 4),), (0,)),
+    (lambda x: F.avg_pool2d(x, 2), (tensor(1, 2, 4, 4),), (0,)),
+]
+
+
 @run_on_ranks(2)
 def test_gradients_of_gradients_where_a_rank_has_nothing() -> None:
     mesh = hp.init_device_mesh("cpu", (2,))
-    cases = [
-        (torch.nn.functional.conv1d, tensor(1, 2, 5), tensor(3, 2, 3, seed=1)),
-        (torch.nn.functional.linear, tensor(1, 5), tensor(3, 5, seed=1)),
-        (lambda a, b: torch.cdist(a, b, 2.0, "use_mm_for_euclid_dist"), tensor(1, 3), tensor(4, 3, seed=1)),
-    ]
-    for run, x, weight in cases:
+    for run, tensors, dims in OF_ONE_ROW:
         found = []
-        for places in (None, (hp.Shard(0), hp.Replicate())):  # x has one row
-            leaves = [x.clone(), weight.clone()]
-            if places is not None:
-                leaves = [hp.distribute_tensor(leaf, mesh, [place]) for leaf, place in zip(leaves, places, strict=True)]
-            for leaf in leaves:
-                leaf.requires_grad_()
-            (gradient,) = torch.autograd.grad(run(*leaves).square().sum(), leaves[0], create_graph=True)
-            gradient.square().sum().backward()
-            found.append([leaf.grad if places is None else leaf.grad.full_tensor() for leaf in leaves])
+        for is_distributed in (False, True):
+            leaves = [one.clone().requires_grad_() for one in tensors]
+            given = leaves
+            if is_distributed:
+                leaves = [hp.distribute_tensor(one, mesh, [hp.Replicate()]).detach().requires_grad_() for one in leaves]
+                places = [hp.Replicate() if dim is None else hp.Shard(dim) for dim in dims]
+                # Cut on the way, so that all ranks must meet in the gradient of each.
+                given = [one.redistribute(mesh, [place]) for one, place in zip(leaves, places, strict=True)]
+            for is_linear, wanted in itertools.product((True, False), (given[:1], given)):
+                with hp.implicit_replication():
+                    result = run(*given)
+                total = result.sum() if is_linear else result.square().sum()
+                gradients = torch.autograd.grad(total, wanted, create_graph=True)
+                recorded = [gradient for gradient in gradients if gradient.requires_grad]
+                if recorded:
+                    sum(gradient.square().sum() for gradient in recorded).backward()
+            found.append([leaf.grad.full_tensor() if is_distributed else leaf.grad for leaf in leaves])
         torch.testing.assert_close(found[1], found[0])
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from hyper_parallel.core.shard.added_term import is_counted_here, replace_tensor
 from hyper_parallel.core.shard.agreed_errors import with_agreed_errors
-from hyper_parallel.core.shard.empty_blocks import block_tensors, has_empty_block, zeros_in_graph
+from hyper_parallel.core.shard.empty_blocks import lacks_rows, with_spare_rows
 from hyper_parallel.core.shard.rule_table import Rule, rule
 from hyper_parallel.core.shard.rules.cut_letters import call_with
 from hyper_parallel.core.shard.signature import Labels, LocalCall, OpCall, Signature, letters
@@ -63,25 +63,15 @@ def convolution(call: OpCall) -> Signature | None:
 
 
 def _needs_care(call: LocalCall) -> bool:
-    return bool(call.axes.get("g")) or has_empty_block(call) or (len(call.inputs) > 2 and not is_counted_here(call, 2))
+    return bool(call.axes.get("g")) or lacks_rows(call) or (len(call.inputs) > 2 and not is_counted_here(call, 2))
 
 
 def _convolve(call: LocalCall, names: tuple[str, ...], groups: int) -> Any:
-    if has_empty_block(call):
-        return _of_nothing(call)
     if len(call.inputs) > 2 and not is_counted_here(call, 2):
         args, kwargs = replace_tensor(call, 2, get_platform().silenced)
         call = dataclasses.replace(call, args=tuple(args), kwargs=kwargs)
     num_parts = math.prod(call.mesh.shape[axis] for axis in call.axes.get("g", ()))
-    return call_with(call, names, groups=groups // num_parts)
-
-
-def _of_nothing(call: LocalCall) -> Any:
-    """Without channels or samples there is nothing to add up: zeros, plus the bias where this rank adds it."""
-    result = zeros_in_graph(call, combine=lambda values, weight, *bias: values * weight + sum(bias))
-    if len(call.inputs) > 2 and is_counted_here(call, 2):
-        result = result + block_tensors(call)[2].reshape((-1, *(1,) * (call.inputs[1].ndim - 2)))
-    return result
+    return with_spare_rows(call, lambda block: call_with(block, names, groups=groups // num_parts))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -106,18 +96,11 @@ def _per_channel(num_spatial: int, is_linear: bool) -> Callable[[OpCall], Signat
             (labels,) * len(call.tensors),
             (labels,) * len(call.outputs),
             linear=(frozenset({0}),) if is_linear else (),
-            local=_nothing_of_nothing,
-            needs_local=has_empty_block,
+            local=with_spare_rows,
+            needs_local=lacks_rows,
         )
 
     return signature
-
-
-def _nothing_of_nothing(call: LocalCall) -> Any:
-    results = [zeros_in_graph(call, index) for index in range(len(call.outputs))]
-    if len(results) == 1:
-        return results[0]
-    return (results[0], *(get_platform().tensor_type_cast(result, "int64") for result in results[1:]))
 
 
 for _rank in (1, 2, 3):
@@ -152,8 +135,8 @@ def grid_sampler(call: OpCall) -> Signature:
         inputs,
         (("N", "C", *places),),
         linear=(frozenset({0}),),
-        local=_nothing_of_nothing,
-        needs_local=has_empty_block,
+        local=with_spare_rows,
+        needs_local=lacks_rows,
     )
 
 
@@ -185,8 +168,8 @@ def pixel_shuffle(call: OpCall) -> Signature:
         (labels,),
         divisors=divisors,
         linear=(frozenset({0}),),
-        local=_nothing_of_nothing,
-        needs_local=has_empty_block,
+        local=with_spare_rows,
+        needs_local=lacks_rows,
     )
 
 
@@ -194,9 +177,7 @@ def pixel_shuffle(call: OpCall) -> Signature:
 def channel_shuffle(call: OpCall) -> Signature:
     names = letters(call.tensors[0].ndim)
     labels = (names[0], None, *names[2:])
-    return Signature(
-        (labels,), (labels,), linear=(frozenset({0}),), local=_nothing_of_nothing, needs_local=has_empty_block
-    )
+    return Signature((labels,), (labels,), linear=(frozenset({0}),), local=with_spare_rows, needs_local=lacks_rows)
 
 
 @rule("im2col", "col2im")
@@ -213,6 +194,6 @@ def columns(call: OpCall) -> Signature:
         (outputs,),
         divisors={"c": pictures[1 if has_batch else 0]},
         linear=(frozenset({0}),),
-        local=_nothing_of_nothing,
-        needs_local=has_empty_block,
+        local=with_spare_rows,
+        needs_local=lacks_rows,
     )

@@ -105,11 +105,6 @@ def rows_here(block: Any, dim: int, index: Any, size: int, offset: int) -> tuple
     return (index - offset).masked_fill(elsewhere, 0), elsewhere
 
 
-def with_spare_row(block: Any, dim: int) -> Any:
-    """The block with a row of zeros behind its last, so that there is one even where the block is empty."""
-    return _platform.cat([block, block.narrow(dim, 0, 0).sum(dim, keepdim=True).to(block.dtype)], dim)
-
-
 def broadcast_shape(shapes: Sequence[Shape]) -> Shape:
     longest = max(len(shape) for shape in shapes)
     sizes = [1] * longest

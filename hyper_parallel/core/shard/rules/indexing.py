@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hyper_parallel.core.shard.empty_blocks import with_spare_row
 from hyper_parallel.core.shard.rule_table import rule
 from hyper_parallel.core.shard.rules.index_entries import (
     INT,
@@ -25,7 +26,6 @@ from hyper_parallel.core.shard.rules.index_entries import (
     only_row,
     parse,
     rows_here,
-    with_spare_row,
 )
 from hyper_parallel.core.shard.rules.positions import with_checked_positions
 from hyper_parallel.core.shard.rules.views import ALONE

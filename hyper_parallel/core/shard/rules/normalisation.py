@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from hyper_parallel.core.shard.empty_blocks import lacks_rows, with_spare_rows
 from hyper_parallel.core.shard.rule_table import rule
 from hyper_parallel.core.shard.rules.cut_letters import (
     all_reduced,
@@ -221,14 +222,17 @@ def batch_norm(call: OpCall) -> Signature | None:
     labels = letters(call.tensors[0].ndim)
     inputs = (labels, *((labels[1],),) * (len(call.tensors) - 1))
     if not given["training"]:
-        return Signature(inputs, (labels,), local=_with_running, needs_local=_is_empty)
+        return Signature(inputs, (labels,), local=with_spare_rows, needs_local=lacks_rows)
     running = [given["running_mean"], given["running_var"]]
     updates = tuple(place for place, spec in enumerate(call.tensors) if any(spec is one for one in running))
     pooled = labels[:1] + labels[2:] if call.name == "batch_norm" or updates else labels[2:]
-    local = _batch_norm if call.name == "batch_norm" else _instance_norm
+    together = _batch_norm if call.name == "batch_norm" else _instance_norm
+
+    def local(planned: LocalCall) -> Any:
+        return together(planned) if is_cut(planned, pooled) else with_spare_rows(planned)
 
     def needs_local(planned: LocalCall) -> bool:
-        return is_cut(planned, pooled) or _is_empty(planned)
+        return is_cut(planned, pooled) or lacks_rows(planned)
 
     return Signature(inputs, (labels,), local=local, needs_local=needs_local, updates=updates)
 
@@ -251,20 +255,6 @@ def native_batch_norm(call: OpCall) -> Signature | None:
         labels if index == 0 else ("c",) if given["training"] else (None,) for index in range(len(call.outputs))
     )
     return Signature(inputs, outputs, handled=frozenset({"c"}), even=frozenset({"c"}), updates=updates)
-
-
-def _is_empty(call: LocalCall) -> bool:
-    """Whether this rank's block has no elements, which ``instance_norm`` refuses."""
-    return 0 in call.inputs[0].local_shape(call.input_shapes[0])
-
-
-def _with_running(call: LocalCall) -> Any:
-    given = arguments(call, *_BATCH_ARGUMENTS)
-    block = in_working_precision(given["input"])
-    shape = (block.shape[1], *(1,) * (block.ndim - 2))
-    factor = (given["running_var"].reshape(shape) + given["eps"]).rsqrt()
-    result = (block - given["running_mean"].reshape(shape)) * factor
-    return _affine(result, given["weight"], given["bias"], shape, given["input"].dtype)
 
 
 def _batch_norm(call: LocalCall) -> Any:

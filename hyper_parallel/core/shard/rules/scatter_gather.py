@@ -12,8 +12,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from hyper_parallel.core.shard.empty_blocks import with_spare_row
 from hyper_parallel.core.shard.rule_table import rule
-from hyper_parallel.core.shard.rules.index_entries import can_be_pending, rows_here, with_spare_row
+from hyper_parallel.core.shard.rules.index_entries import can_be_pending, rows_here
 from hyper_parallel.core.shard.rules.positions import with_checked_positions
 from hyper_parallel.core.shard.rules.views import ALONE
 from hyper_parallel.core.shard.signature import Labels, LocalCall, OpCall, Signature, TensorSpec, letters, without

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from hyper_parallel.core.dtensor.layout import Shape
+from hyper_parallel.core.shard.empty_blocks import with_spare_rows
 from hyper_parallel.core.shard.rule_table import rule
-from hyper_parallel.core.shard.rules.cut_letters import arguments
 from hyper_parallel.core.shard.rules.views import ALONE, view_labels
 from hyper_parallel.core.shard.signature import (
     Labels,
@@ -314,16 +314,8 @@ def pad(call: OpCall) -> Signature:
     adds_zeros = value is None or (type(value) is int and value == 0)
     is_linear = bound["mode"] in ("reflect", "replicate", "circular") or (bound["mode"] == "constant" and adds_zeros)
     labels = without(letters(ndim), padded)
-    local = _pad_block if bound["mode"] != "constant" else None
+    local = with_spare_rows if bound["mode"] != "constant" else None  # most modes refuse a block without elements
     return Signature((labels,), (labels,), linear=ALONE if is_linear else (), local=local)
-
-
-def _pad_block(call: LocalCall) -> Any:
-    """Most modes refuse a block without elements, of which nothing comes but such a block."""
-    bound = arguments(call, "input", "pad")
-    if 0 not in bound["input"].shape:
-        return call.func(*call.args, **call.kwargs)
-    return call.func(bound["input"], bound["pad"])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from hyper_parallel.core.shard.empty_blocks import has_empty_block
+from hyper_parallel.core.shard.empty_blocks import lacks_rows, with_spare_rows
 from hyper_parallel.core.shard.rule_table import rule
 from hyper_parallel.core.shard.rules.cut_letters import arguments
-from hyper_parallel.core.shard.rules.index_entries import with_spare_row
 from hyper_parallel.core.shard.rules.views import ALONE
-from hyper_parallel.core.shard.signature import LocalCall, OpCall, Signature, TensorSpec, letters, without
+from hyper_parallel.core.shard.signature import OpCall, Signature, TensorSpec, letters, without
 from hyper_parallel.platform import get_platform
 
 _KINDS = ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft")
@@ -25,20 +24,8 @@ def _along(call: OpCall, spec: Any, dims: Any) -> Signature | None:
     labels = without(letters(spec.ndim), [dim % spec.ndim for dim in dims])
     wraps = get_platform().dtype_name(spec.dtype).startswith("uint")  # its parts count around
     linear = () if wraps else ALONE
-    return Signature((labels,), (labels,), linear=linear, local=_of_nothing, needs_local=has_empty_block)
-
-
-def _of_nothing(call: LocalCall) -> Any:
-    """The framework's transform refuses an empty batch: one of zeros is transformed, and nothing of it is taken."""
-    block = call.args[0] if call.args else call.kwargs["input"]
-    empty = [dim for dim, size in enumerate(block.shape) if size == 0]
-    for dim in empty:
-        block = with_spare_row(block, dim)
-    rest = {name: value for name, value in call.kwargs.items() if name != "input"}
-    result = call.func(block, *call.args[1:], **rest)
-    for dim in empty:
-        result = result.narrow(dim, 0, 0)
-    return result
+    # The framework's transform refuses an empty batch.
+    return Signature((labels,), (labels,), linear=linear, local=with_spare_rows, needs_local=lacks_rows)
 
 
 @rule(*(f"fft_{kind}" for kind in _KINDS), by_dtype=True)
