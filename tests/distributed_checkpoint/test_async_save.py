@@ -107,6 +107,34 @@ def test_state_is_taken_at_once_and_memory_is_kept(tmp_path: Path) -> None:
     # After it a save in the foreground, and the other way round.
     ckpt.save(_state(mesh, 10.0), checkpoint_id=tmp_path / "0")
     _assert_loads(tmp_path / "0", mesh, 10.0)
+    _the_plan_is_kept_while_every_rank_holds_what_it_held(tmp_path, mesh)
+
+
+def _the_plan_is_kept_while_every_rank_holds_what_it_held(tmp_path: Path, mesh) -> None:
+    (background,) = async_save_module._Background._all.values()
+    last = _rank() == mesh.size() - 1
+    plans = []
+    for number, has_more in enumerate((False, False, True, True, False, False)):
+        extra = {"on_one": torch.ones(2)} if last and has_more else {}
+        handle = ckpt.async_save(state := _state(mesh, float(number)) | extra, checkpoint_id=tmp_path / "k")
+        _spoil(state)
+        plans.append(background.known_plan)
+        handle.result()
+        _assert_loads(tmp_path / "k", mesh, float(number))
+        if has_more:
+            ckpt.load(blank := {"on_one": torch.zeros(2)}, checkpoint_id=tmp_path / "k", no_dist=True)
+            assert torch.equal(blank["on_one"], torch.ones(2))
+        _barrier()
+    assert [plans[n] is plans[n + 1] for n in range(5)] == [True, False, True, False, True]
+    # The copy was begun with the plan that another rank finds to be no longer the right one.
+    copies = []
+    begin = background.begin_copy
+    background.begin_copy = lambda planner, plan: copies.append(begin(planner, plan))
+    extra = {"on_one": torch.ones(2)} if last else {}
+    ckpt.async_save(_state(mesh, 1.0) | extra, checkpoint_id=tmp_path / "k").result()
+    _assert_loads(tmp_path / "k", mesh, 1.0)
+    assert len(copies) == (not last)
+    del background.begin_copy
 
 
 def _alone_pid() -> int:

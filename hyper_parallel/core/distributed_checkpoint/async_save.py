@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import pickle
 import sys
 from collections.abc import Iterable
 from typing import Any, ClassVar
-
-import numpy as np
 
 from hyper_parallel.core.distributed_checkpoint.agreement import Agreement
 from hyper_parallel.core.distributed_checkpoint.background import WriterProcess
@@ -19,15 +18,10 @@ from hyper_parallel.core.distributed_checkpoint.file_agreement import make_agree
 from hyper_parallel.core.distributed_checkpoint.index_file import CheckpointIndex, decode_index
 from hyper_parallel.core.distributed_checkpoint.make_index import index_by_arithmetic, index_of_plans
 from hyper_parallel.core.distributed_checkpoint.metadata import Metadata
-from hyper_parallel.core.distributed_checkpoint.planner import SavePlanner
-from hyper_parallel.core.distributed_checkpoint.save import PreparedSave, Question, prepare_save, stage
-from hyper_parallel.core.distributed_checkpoint.shard_file import (
-    Buffer,
-    DeviceBytes,
-    RankReport,
-    StagedItem,
-    WrittenItem,
-)
+from hyper_parallel.core.distributed_checkpoint.planner import SavePlan, SavePlanner
+from hyper_parallel.core.distributed_checkpoint.save import KnownPlan, PreparedSave, Question, prepare_save, stage
+from hyper_parallel.core.distributed_checkpoint.shard_file import Buffer, RankReport, WrittenItem
+from hyper_parallel.core.distributed_checkpoint.staging import Copying
 from hyper_parallel.core.distributed_checkpoint.storage import (
     METADATA_FILE,
     CheckpointId,
@@ -39,7 +33,6 @@ from hyper_parallel.platform import get_platform
 
 __all__ = ["AsyncSave", "async_save"]
 
-_ALIGNMENT = 64
 _KINDS = {"lost": LostRankError, "corrupt": CorruptCheckpointError}
 
 
@@ -66,17 +59,27 @@ def async_save(
     if if_busy not in ("wait", "refuse"):
         raise ValueError(f"if_busy is 'wait' or 'refuse', got {if_busy!r}")
     agreement = make_agreement(no_dist, use_collectives, checkpoint_id, "save")
+    background = _Background.of(agreement)
     try:
         real_writer = _packed_writer(storage_writer, checkpoint_id)
-        background = _Background.of(agreement)
         if if_busy == "wait":
             background.wait_for_last()
-        prepared = prepare_save(state_dict, checkpoint_id, _NoWriter(), planner, agreement, background.readiness())
+        prepared = prepare_save(
+            state_dict,
+            checkpoint_id,
+            _NoWriter(),
+            planner,
+            agreement,
+            background.readiness(),
+            background.known_plan,
+            background.begin_copy,
+        )
         background.make_ready(agreement, *prepared.decision)
         handle = AsyncSave(background, prepared, checkpoint_id)
         background.start(handle, prepared, real_writer)
         return handle
     finally:
+        background.forget_copy()
         agreement.close()
 
 
@@ -130,13 +133,22 @@ class AsyncSave:
 
 
 class _Background:
-    """Saves of one group of ranks, one after the other."""
+    """Saves of one group of ranks, one after the other.
+
+    Note [The copy does not wait for the other ranks]
+    The ranks must agree before a save: on who writes what, and that nobody is still busy or has lost its writer. From
+    the second save on each of them guesses the answer, which is nearly always that of the last time, and copies while
+    the messages travel. If the guess was wrong, the copy is made again.
+    """
 
     _all: ClassVar[dict[Any, _Background]] = {}
 
     def __init__(self) -> None:
         self._process: WriterProcess | None = None
         self._handle: AsyncSave | None = None
+        self._copying: Copying | None = None
+        self.known_plan: KnownPlan | None = None
+        self._index: tuple[str, bytes] | None = None
 
     @classmethod
     def of(cls, agreement: Agreement) -> _Background:
@@ -194,19 +206,45 @@ class _Background:
         if self._process is None:
             self._process = WriterProcess(agreement)
 
+    def begin_copy(self, planner: SavePlanner, plan: SavePlan) -> None:
+        """Copy what a plan says, before the ranks have agreed on it."""
+        process = self._process
+        if process is not None and not process.is_broken and not process.is_busy:
+            with contextlib.suppress(Exception):  # It will come again, when it can be told.
+                self._copying = Copying(stage(planner, plan, copy=False), process)
+
+    def forget_copy(self) -> None:
+        """A copy that was begun ends, wanted or not."""
+        if self._copying is not None:
+            self._copying.wait()
+            self._copying = None
+
     def start(self, handle: AsyncSave, prepared: PreparedSave, writer: bytes) -> None:
         """Copy the bytes and hand them to the writer process. An error here is one of the save: all ranks hear it."""
         process = self._process
         assert process is not None
         job: dict[str, Any] = {"save_name": prepared.save_name, "checkpoint_id": handle.checkpoint_id, "writer": writer}
+        is_as_before = prepared.known is not None and prepared.known is self.known_plan
+        copying = self._copying
         try:
-            job["items"] = _copy(stage(prepared, copy=False), process)
+            if not is_as_before or copying is None or copying.process is not process:
+                self.forget_copy()
+                copying = Copying(stage(prepared.planner, prepared.plan, copy=False), process)
+            job["items"] = copying.finish()
             if prepared.agreement.is_coordinator:
-                job["index"], job["owners"] = _index_in_advance(prepared)
+                job["index"] = self._index_of(prepared)
         except Exception as error:
             job["failure"] = f"{type(error).__name__}: {error}"
+        self.known_plan = prepared.known
         self._handle = handle
         process.start_job(job)
+
+    def _index_of(self, prepared: PreparedSave) -> bytes:
+        """What :func:`_index_in_advance` gives, packed; that of the last save where the plan is the same."""
+        name = prepared.save_name if prepared.known is None else prepared.known.save_name
+        if self._index is None or self._index[0] != name:
+            self._index = name, pickle.dumps(_index_in_advance(prepared))
+        return self._index[1]
 
     def wait(self, handle: AsyncSave, timeout: float | None) -> bool:
         """Wait for a save, which has ended before if it is not the one at hand."""
@@ -242,28 +280,6 @@ def _finish_all() -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 # What a job is made of
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-def _copy(items: list[StagedItem], process: WriterProcess) -> list[tuple[Any, ...]]:
-    """Copy the bytes to shared memory; the items as plain data, with their places in it."""
-    starts, at = [], 0
-    for item in items:
-        starts.append(at)
-        at += -(-len(item.data) // _ALIGNMENT) * _ALIGNMENT
-    memory = process.memory(at)
-    described = []
-    on_device = []
-    for item, start in zip(items, starts, strict=True):
-        length = len(item.data)
-        if isinstance(item.data, DeviceBytes):
-            on_device.append((item.data.tensor, memory[start : start + length]))
-        elif length:
-            memory[start : start + length] = np.frombuffer(item.data, np.uint8)
-        index = item.index
-        described.append((index.fqn, index.offset, item.dtype, item.shape, start, length, item.encoding))
-    if on_device:
-        get_platform().copy_raw_to_host(on_device)
-    return described
 
 
 def _index_in_advance(prepared: PreparedSave) -> tuple[CheckpointIndex, list[tuple[str, int]] | None]:

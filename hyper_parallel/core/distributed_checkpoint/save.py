@@ -56,7 +56,7 @@ def save(
     agreement = make_agreement(no_dist, use_collectives, checkpoint_id, "save")
     try:
         prepared = prepare_save(state_dict, checkpoint_id, storage_writer, planner, agreement)
-        return write_and_commit(prepared, lambda: stage(prepared))
+        return write_and_commit(prepared, lambda: stage(prepared.planner, prepared.plan))
     finally:
         agreement.close()
 
@@ -66,6 +66,15 @@ class Question(NamedTuple):
 
     look: Callable[[], Any]
     decide: Callable[[list[Any]], Any]
+
+
+class KnownPlan(NamedTuple):
+    """The plan of the save ``save_name``, which is that of any other in which every rank holds what it held then."""
+
+    save_name: str
+    own_specs: Specs
+    specs: Specs
+    plan: SavePlan
 
 
 @dataclass
@@ -78,6 +87,7 @@ class PreparedSave:
     save_name: str
     plan: SavePlan
     specs: Specs | None  # What all ranks hold; None: the plans were gathered instead.
+    known: KnownPlan | None = None  # for the next save
     all_plans: list[SavePlan] | None = None
     metadata: Metadata | None = None
     decision: Any = None  # on the question that was asked along
@@ -90,13 +100,33 @@ def prepare_save(
     planner: SavePlanner | None,
     agreement: Agreement,
     question: Question | None = None,
+    known: KnownPlan | None = None,
+    expect: Callable[[SavePlanner, SavePlan], None] = lambda planner, plan: None,
 ) -> PreparedSave:
-    """Plan on every rank, and open the place to write to; with a ``question``, its answer comes along."""
+    """Plan on every rank, and open the place to write to; with a ``question``, its answer comes along.
+
+    Where this rank holds what it held in a save before, whose plan is ``known``, ``expect`` is called with that plan
+    before the ranks agree. It is the one that is returned if all of them find so.
+    """
     planner = planner if planner is not None else StandardSavePlanner()
     writer = storage_writer if storage_writer is not None else default_writer(checkpoint_id)
 
-    def look() -> tuple[Any, Any]:
-        return look_at_state(), None if question is None else question.look()
+    own_specs: Specs | None = None  # None: of a planner that may plan in another way
+
+    def look() -> tuple[Any, Any, Any]:
+        value, answer = look_at_state(), None if question is None else question.look()
+        return value, answer, recall()
+
+    def recall() -> str | None:
+        nonlocal own_specs
+        if type(planner) is not StandardSavePlanner:
+            return None
+        own_specs = planner.specs
+        if known is None or own_specs != known.own_specs:
+            return None
+        planner.set_specs(known.specs)
+        expect(planner, known.plan)
+        return known.save_name
 
     def look_at_state() -> Any:
         stateful = stateful_in(state_dict)
@@ -116,9 +146,9 @@ def prepare_save(
 
     gathered: dict[str, Any] = {}
 
-    def open_save(looks: list[tuple[Any, Any]]) -> list[Any]:
-        values = [value for value, _ in looks]
-        decision = None if question is None else question.decide([seen for _, seen in looks])
+    def open_save(looks: list[tuple[Any, Any, Any]]) -> list[Any]:
+        values = [value for value, _, _ in looks]
+        decision = None if question is None else question.decide([seen for _, seen, _ in looks])
         save_name = new_save_name()
         writer.begin(save_name)
         if planner.needs_global_plan:
@@ -126,30 +156,41 @@ def prepare_save(
             check_plans(plans, gathered["metadata"])
             gathered["plans"] = plans
             return [(save_name, decision, plan) for plan in plans]
-        return [(save_name, decision, len(set(values)) == 1)] * len(values)
+        recalled = {name for *_, name in looks}
+        is_as_before = len(recalled) == 1 and None not in recalled
+        return [(save_name, decision, (len(set(values)) == 1, is_as_before))] * len(values)
 
     try:
         save_name, decision, answer = agreement.round("saving (planning)", look, open_save, one_each=True)
         if planner.needs_global_plan:
             plan = planner.finalize_plan(answer)
             plans, metadata = gathered.get("plans"), gathered.get("metadata")
-            return PreparedSave(agreement, writer, planner, save_name, plan, None, plans, metadata, decision)
+            return PreparedSave(agreement, writer, planner, save_name, plan, None, None, plans, metadata, decision)
         assert isinstance(planner, StandardSavePlanner)
-        if not answer:  # The ranks hold different things: one more message, so that each knows who holds what.
+        is_uniform, is_as_before = answer
+        if is_as_before:
+            assert known is not None
+            return PreparedSave(
+                agreement, writer, planner, save_name, known.plan, known.specs, known, decision=decision
+            )
+        if own_specs is not None:
+            planner.set_specs(own_specs)
+        if not is_uniform:  # The ranks hold different things: one more message, so that each knows who holds what.
             planner.set_specs(agreement.round("saving (planning)", lambda: planner.specs, merge_specs))
         plan = planner.finalize_plan(planner.build_local_plan())
-        return PreparedSave(agreement, writer, planner, save_name, plan, planner.specs, decision=decision)
+        now_known = KnownPlan(save_name, own_specs, planner.specs, plan) if own_specs is not None else None
+        return PreparedSave(agreement, writer, planner, save_name, plan, planner.specs, now_known, decision=decision)
     except BaseException:
         writer.end()
         raise
 
 
-def stage(prepared: PreparedSave, copy: bool = True) -> list[StagedItem]:
-    """The bytes of this rank's items, by reference where they lie in the host's memory.
+def stage(planner: SavePlanner, plan: SavePlan, copy: bool = True) -> list[StagedItem]:
+    """The bytes of a plan's items, by reference where they lie in the host's memory.
 
     What lies elsewhere is copied to the host, or, without ``copy``, left there as :class:`DeviceBytes`.
     """
-    return [_staged(item, prepared.planner, copy) for item in prepared.plan.items]
+    return [_staged(item, planner, copy) for item in plan.items]
 
 
 def _staged(item: WriteItem, planner: SavePlanner, copy: bool) -> StagedItem:

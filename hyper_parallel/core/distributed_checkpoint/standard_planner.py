@@ -107,6 +107,7 @@ class StandardSavePlanner(SavePlanner):
     def set_specs(self, specs: Specs) -> None:
         """Plan with what all ranks together hold, where that is more than what this rank can see."""
         self.specs = dict(specs)
+        self._arrays.clear()
 
     def build_local_plan(self) -> SavePlan:
         items = []
