@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import fsspec
 import pytest
 import torch
@@ -12,6 +14,7 @@ from typer.testing import CliRunner
 
 from hyper_parallel import Replicate, Shard, checkpoint, distribute_tensor, init_device_mesh
 from hyper_parallel.cli.main import app
+from hyper_parallel.core.distributed_checkpoint import fsspec_storage
 from hyper_parallel.platform import get_platform
 from tests.world import run_on_ranks
 
@@ -96,6 +99,64 @@ def test_a_write_that_fails_leaves_the_older_checkpoint(memory, monkeypatch):
         checkpoint.save({"w": torch.zeros(3)}, checkpoint_id=f"{memory}/step-1", no_dist=True)
     assert dict(MemoryFileSystem.store) == whole
     assert step_of(f"{memory}/step-1") == 1
+
+
+def test_saves_that_meet_leave_one_of_them_whole(memory):
+    url = f"{memory}/step-1"
+    fs = fsspec.core.url_to_fs(url)[0]
+
+    class Meeting(checkpoint.FsspecWriter):
+        """Lets another save run from its beginning to its end at one of the moments of this one."""
+
+        def meet(self, moment):
+            if moment == self.moment:
+                self.moment = None
+                checkpoint.save(state_of(2), checkpoint_id=url, no_dist=True)
+
+        def write_file(self, name, buffers):
+            super().write_file(name, buffers)
+            self.meet("metadata written" if name.endswith(".metadata") else "data written")
+
+        def discard(self, names):
+            self.meet("committed")
+            super().discard(names)
+
+    def state_of(step):
+        return {"w": torch.arange(6.0) + step, "none": None, "step": step}
+
+    for moment, stays in (("data written", 1), ("metadata written", 1), ("committed", 2)):
+        writer = Meeting()
+        writer.moment = moment
+        checkpoint.save(state_of(1), checkpoint_id=url, storage_writer=writer, no_dist=True)
+        assert writer.moment is None
+        assert step_of(url) == stays
+        assert checkpoint.verify(url) == []
+    checkpoint.save(state_of(3), checkpoint_id=url, no_dist=True)
+    assert len(fs.ls(url)) == 2, "nothing is left of the others"
+
+
+def test_what_killed_saves_have_left_in_a_store(memory, monkeypatch):
+    url = f"{memory}/step-1"
+    fs = fsspec.core.url_to_fs(url)[0]
+
+    def leave(number, **identity):
+        names = [f".{number:020x}.saving", f"{number:020x}-r00000-000.safetensors"]
+        fs.pipe_file(f"{url}/{names[1]}", b"data")
+        fs.pipe_file(f"{url}/{names[0]}", json.dumps(fsspec_storage._identity() | identity).encode())
+        return names
+
+    def names():
+        return {path.rpartition("/")[2] for path in fs.ls(url, detail=False)}
+
+    dead, living, far = leave(1, pid=2**22 + 1), leave(2), leave(3, hostname="elsewhere")
+    save_step(memory, 1)
+    assert not names() & set(dead)
+    assert names() > {*living, *far}
+    monkeypatch.setattr(fsspec_storage, "_FORGOTTEN", 0.0)
+    save_step(memory, 1)
+    assert not names() & set(far)
+    assert names() > set(living)
+    assert step_of(url) == 1
 
 
 def test_commands_take_urls(memory):

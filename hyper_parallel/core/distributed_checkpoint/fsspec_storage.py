@@ -1,12 +1,20 @@
 """Checkpoints at any URL that fsspec knows: object stores, remote file systems, ``memory://``.
 
 The commit is the same as in a directory: the metadata file appears last, moved into place from aside, which stores do
-at once. There are no locks far away: leftovers of a killed save are removed when the next save to the same URL commits.
+at once.
+
+Note [Saves that meet in a store]
+There are no locks far away. A save puts up a mark before its first file and takes it down at its end, and whoever
+commits removes the files that the metadata does not name, but for those of saves whose mark is up. Of two saves to one
+URL at a time the one that commits last stays, whole. The mark of a save that was killed says which process it was: on
+the same host it is known to have ended, elsewhere it counts as killed when its mark is a day old by the store's clock.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
 import os
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -14,7 +22,7 @@ from typing import Any
 import fsspec
 
 from hyper_parallel.core.distributed_checkpoint.errors import CorruptCheckpointError
-from hyper_parallel.core.distributed_checkpoint.file_names import aside_file_name, save_of
+from hyper_parallel.core.distributed_checkpoint.file_names import aside_file_name, lock_file_name, save_of
 from hyper_parallel.core.distributed_checkpoint.storage import (
     DEFAULT_SHARD_BYTES,
     METADATA_FILE,
@@ -23,6 +31,14 @@ from hyper_parallel.core.distributed_checkpoint.storage import (
     StorageReader,
     StorageWriter,
 )
+from hyper_parallel.platform.shared_segment import ProcessIdentity
+
+_FORGOTTEN = 24 * 3600.0  # seconds after which a save of another host counts as killed
+_SAME_HOST = ("hostname", "boot_id", "pid_namespace")
+
+
+def _identity() -> dict[str, Any]:
+    return dataclasses.asdict(ProcessIdentity.current())
 
 
 class FsspecWriter(StorageWriter):
@@ -41,6 +57,7 @@ class FsspecWriter(StorageWriter):
         self._fs.makedirs(self._root, exist_ok=True)
 
     def begin(self, save_name: str) -> None:
+        self._fs.pipe_file(f"{self._root}/{lock_file_name(save_name)}", json.dumps(_identity()).encode())
         self._save_name = save_name
 
     def write_file(self, name: str, buffers: Iterable[Buffer]) -> None:
@@ -61,10 +78,25 @@ class FsspecWriter(StorageWriter):
         aside = aside_file_name(self._save_name)
         self.write_file(aside, [metadata])
         self._fs.mv(f"{self._root}/{aside}", f"{self._root}/{METADATA_FILE}")
-        needed = set(files)
+        # The names before the metadata, which `discard` reads: a save that ends in between is found in one of them.
         self._fs.invalidate_cache(self._root)
         names = [path.rstrip("/").rpartition("/")[2] for path in self._fs.ls(self._root, detail=False)]
-        self.discard([name for name in names if save_of(name) is not None and name not in needed])
+        saves = {name: save for name in names if (save := save_of(name)) is not None}
+        own = lock_file_name(self._save_name)
+        marked = {save for name, save in saves.items() if name == lock_file_name(save) != own}
+        running = set(filter(self._is_running, marked))
+        self.discard([name for name, save in saves.items() if save not in running and name != own])
+
+    def _is_running(self, save: str) -> bool:
+        """Whether a save whose mark is up may still be at work."""
+        mark, own = (f"{self._root}/{lock_file_name(name)}" for name in (save, self._save_name or ""))
+        try:
+            who, here = json.loads(self._fs.cat_file(mark)), _identity()
+            if all(who[key] == here[key] for key in _SAME_HOST):
+                return ProcessIdentity(**who).is_alive()
+            return (self._fs.modified(own) - self._fs.modified(mark)).total_seconds() < _FORGOTTEN
+        except Exception:  # It was taken down, or the store has no clock.
+            return True
 
     def discard(self, names: Iterable[str]) -> None:
         try:
@@ -77,6 +109,9 @@ class FsspecWriter(StorageWriter):
                     self._fs.rm_file(f"{self._root}/{name}")
 
     def end(self) -> None:
+        if self._save_name is not None:
+            with contextlib.suppress(Exception):
+                self._fs.rm_file(f"{self._root}/{lock_file_name(self._save_name)}")
         self._save_name = None
 
 
