@@ -64,10 +64,18 @@ def for_model(
     between = Shard(_sequence_dim(model, roles)) if sequence_parallel else Replicate()
     plan = _plan_of(model, roles, between, split_fused)
     plan.setdefault("", []).insert(0, SingleDeviceModel(plain_outputs=plain_outputs))
-    for block in roles.blocks:
-        plan.setdefault(block, []).insert(0, SingleDeviceCode())
     paths = [path for path, _ in platform.get_cells_and_names(model)]
+    for path in _called_alone(roles.blocks, paths):
+        plan.setdefault(path, []).insert(0, SingleDeviceCode())
     return _with_stars({path: plan[path] for path in paths if path in plan}, paths)
+
+
+def _called_alone(blocks: list[str], paths: list[str]) -> list[str]:
+    """What is called without the model around it: blocks, by recompute, and the owners of blocks, as the encoder is by
+    ``generate``."""
+    lists = {block.rpartition(".")[0] for block in blocks}
+    owners = {path for path in paths if path and any(one.startswith(f"{path}.") for one in lists)}
+    return [path for path in paths if path in blocks or path in owners - lists]
 
 
 def _plan_of(model: Any, roles: Roles, between: Placement, split_fused: bool) -> Plan:

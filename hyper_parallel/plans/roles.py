@@ -10,6 +10,8 @@ plan, by name: the user decides.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -60,8 +62,33 @@ class PlanError(ValueError):
     """No plan could be made; the message names the module that stopped it."""
 
 
+class _Unreadable(Exception):
+    """Why a block cannot be read, and the modules that would have to stay whole."""
+
+    def __init__(self, reason: str, whole: list[str]) -> None:
+        super().__init__(reason)
+        self.whole = whole
+
+
 def read_roles(model: Any, keep_whole: Iterable[str]) -> Roles:
     """The roles of the modules of ``model``; those that match ``keep_whole`` have none."""
+    first, answer = None, list(keep_whole)
+    while True:
+        try:
+            roles = _read_roles(model, answer)
+        except _Unreadable as unreadable:
+            first = first or unreadable
+            answer += dict.fromkeys(_starred(path) for path in unreadable.whole)
+            continue
+        if first is None:
+            return roles
+        what = "it" if len(answer) == 1 else "what cannot be told"
+        leave = f"Leave {what} whole with keep_whole={answer}, or write its styles into the plan"
+        by_hand = "Nothing is left then that can: write a plan by hand, a dict from paths to styles"
+        raise PlanError(f"{first}. {leave if roles.columns or roles.attentions else by_hand}")
+
+
+def _read_roles(model: Any, keep_whole: Iterable[str]) -> Roles:
     platform = get_platform()
     modules = dict(platform.get_cells_and_names(model))
     kept = [path for path in modules if any(_is_inside(path, pattern) for pattern in keep_whole)]
@@ -198,17 +225,29 @@ def _roles_by_size(
         found = _pairs(paths, modules)
         if found is None:
             if refuse:
-                stopped = max(paths, key=lambda path: _sizes(path, modules)[0] * _sizes(path, modules)[1])
+                whole = _misfits(block, paths, modules)
                 listed = ", ".join("{} ({} -> {})".format(path, *_sizes(path, modules)) for path in paths)
-                raise PlanError(
-                    f"plans.for_model: cannot tell how to cut {stopped!r}, a {type(modules[stopped]).__name__}: the "
+                raise _Unreadable(
+                    f"plans.for_model: cannot tell how to cut {whole[0]!r}, a {type(modules[whole[0]]).__name__}: the "
                     f"linear layers beside each other, {listed}, make no pair of which one's outputs are the other's "
-                    f"inputs. Leave it whole with keep_whole=[{_starred(stopped)!r}], or write its styles into the plan"
+                    "inputs",
+                    whole,
                 )
             continue
         columns += found[0]
         rows += found[1]
     return columns, rows
+
+
+def _misfits(block: str, paths: list[str], modules: Mapping[str, Any]) -> list[str]:
+    """The fewest and smallest layers without which the others make pairs; else the module around them, or all."""
+    by_size = sorted(paths, key=lambda path: math.prod(_sizes(path, modules)))
+    for count in range(1, min(3, len(paths) - 1)):
+        for left_out in itertools.combinations(by_size, count):
+            if _pairs([path for path in paths if path not in left_out], modules) is not None:
+                return list(left_out)
+    around = [path for path in _below(block, modules) if all(_is_below(one, path) for one in paths)]
+    return around[-1:] or paths
 
 
 def _joined(groups: dict[str, list[str]], modules: Mapping[str, Any]) -> dict[str, list[str]]:
@@ -263,10 +302,10 @@ def _refuse_other_weights(inside: list[str], taken: list[str], modules: Mapping[
             continue
         weights = _weights(module)
         if weights:
-            raise PlanError(
+            raise _Unreadable(
                 f"plans.for_model: cannot tell how to cut {path!r}, a {type(module).__name__} with weights of its own "
-                f"({', '.join(weights)}). Leave it whole with keep_whole=[{_starred(path)!r}], or write its style into "
-                "the plan"
+                f"({', '.join(weights)})",
+                [path],
             )
 
 

@@ -58,6 +58,8 @@ _BERT = {
     "initializer_range": 0.3,
 }
 
+_BART_SIDE = {"layers": 1, "attention_heads": 4, "ffn_dim": 24}
+
 # name -> (class of the model, class of its config, sizes)
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", "LlamaConfig", _DECODER),
@@ -138,6 +140,19 @@ OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "num_heads": 4,
             "dropout_rate": 0.0,
             "decoder_start_token_id": 0,
+        },
+    ),
+    "bart": (
+        "BartForConditionalGeneration",
+        "BartConfig",
+        {
+            "vocab_size": VOCABULARY,
+            "d_model": 16,
+            **{f"{side}_{what}": size for side in ("encoder", "decoder") for what, size in _BART_SIDE.items()},
+            "max_position_embeddings": 32,
+            "dropout": 0.0,
+            "init_std": 0.3,
+            **dict.fromkeys(("decoder_start_token_id", "eos_token_id", "forced_eos_token_id"), 2),
         },
     ),
     "vit": (

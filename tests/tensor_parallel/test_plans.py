@@ -260,9 +260,10 @@ def test_unknown_names_are_read_by_size():
 
 
 class Odd(nn.Module):
-    def __init__(self, part):
+    def __init__(self, part, more=None):
         super().__init__()
-        self.layers = nn.ModuleList([nn.ModuleDict({"part": part, "up": nn.Linear(4, 8), "down": nn.Linear(8, 4)})])
+        parts = {"part": part, "up": nn.Linear(4, 8), "down": nn.Linear(8, 4), "more": more or nn.Identity()}
+        self.layers = nn.ModuleList([nn.ModuleDict(parts)])
 
 
 @pytest.mark.parametrize(
@@ -270,8 +271,17 @@ class Odd(nn.Module):
     [
         (
             Odd(nn.Linear(4, 5)),
-            r"cannot tell how to cut 'layers.0.\w+', a Linear: the linear layers beside each other, layers.0.part "
-            r"\(4 -> 5\).*make no pair.*keep_whole=\['layers.\*.\w+'\]",
+            r"cannot tell how to cut 'layers.0.part', a Linear: the linear layers beside each other, layers.0.part "
+            r"\(4 -> 5\).*make no pair.*Leave it whole with keep_whole=\['layers.\*.part'\]",
+        ),
+        (
+            Odd(nn.ModuleDict({"a": nn.Linear(4, 5), "b": nn.Linear(3, 4)}), nn.Conv1d(1, 1, 1)),
+            r"cannot tell how to cut 'layers.0.part', a ModuleDict: .*Leave what cannot be told whole with "
+            r"keep_whole=\['layers.\*.part', 'layers.\*.more'\]",
+        ),
+        (
+            nn.ModuleList([nn.Conv2d(1, 2, 3), nn.LSTM(4, 4)]),
+            r"cannot tell how to cut '0', a Conv2d .*Nothing is left then that can: write a plan by hand",
         ),
         (
             Odd(nn.LSTM(4, 4)),

@@ -117,7 +117,8 @@ def refuse_plain(name: str, value: Any) -> None:
     if _platform.is_tensor(value) and value.ndim > 0:
         raise MixedTensorsError(
             f"{name}: a plain tensor of shape {tuple(value.shape)} meets a distributed one; turn it into one with "
-            "distribute_tensor (every rank holds the whole) or DTensor.from_local (every rank holds its block)"
+            "distribute_tensor (every rank holds the whole) or DTensor.from_local (every rank holds its block); around "
+            "code that makes such tensors itself, the same on every rank: with hyper_parallel.implicit_replication()"
         )
 
 
