@@ -52,12 +52,18 @@ def _part(name: str) -> Any:
     return importlib.import_module(f"{front_door}.distributed_checkpoint.{name}")
 
 
+def _say(text: str, err: bool = False) -> None:
+    """Print a text. Names in a checkpoint may hold anything, also what would change the terminal."""
+    shown = (c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+    typer.echo("".join(shown), err=err)
+
+
 @contextmanager
 def _errors() -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, TypeError, RuntimeError) as error:
-        typer.echo(f"error: {error}", err=True)
+        _say(f"error: {error}", err=True)
         raise typer.Exit(2) from None
 
 
@@ -89,9 +95,10 @@ def _size(num_bytes: float) -> str:
 
 
 def _print_table(rows: list[list[str]]) -> None:
+    rows = [[cell.replace("\n", "\\n") for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))] if rows else []
     for row in rows:
-        typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        _say("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 def _tensor_bytes(shape: tuple[int, ...], dtype: str) -> int:
@@ -113,10 +120,10 @@ def ls(
     with _errors():
         described = [_described(place) for place in _checkpoints_in(directory)]
     if as_json:
-        typer.echo(json.dumps(described, indent=2))
+        _say(json.dumps(described, indent=2))
         return
     if not described:
-        typer.echo(f"no checkpoints in '{directory}'")
+        _say(f"no checkpoints in '{directory}'")
         return
     rows = [["checkpoint", "kind", "tensors", "objects", "size", "written"]]
     for one in described:
@@ -195,11 +202,11 @@ def show(
             if _fits(name, pattern)
         ]
     if as_json:
-        typer.echo(json.dumps({"kind": source.kind, "tensors": entries, "objects": objects}, indent=2))
+        _say(json.dumps({"kind": source.kind, "tensors": entries, "objects": objects}, indent=2))
         return
     total = _size(sum(one["bytes"] for one in entries))
     counts = f"{_counted(len(entries), 'tensor')} ({total}), {_counted(len(objects), 'object')}"
-    typer.echo(f"{place}: {source.kind}, {counts}")
+    _say(f"{place}: {source.kind}, {counts}")
     rows = [
         [
             f"  {e['name']}",
@@ -261,11 +268,11 @@ def verify(place: Place) -> None:
             else:
                 problems = _read_everything(place, progress)
     for problem in problems:
-        typer.echo(problem)
+        _say(problem)
     if problems:
         raise typer.Exit(1)
     note = "" if kind == source.OURS else f" as far as can be told: {kind} files have no checksums"
-    typer.echo(f"{place}: every byte is sound{note}")
+    _say(f"{place}: every byte is sound{note}")
 
 
 def _read_everything(place: str, progress: Callable[[int, int], None]) -> list[str]:
@@ -302,11 +309,11 @@ def diff(first: Place, second: Place, as_json: AsJson = False) -> None:
     with _errors(), _opened(first) as one, _opened(second) as other, _progress("compare") as progress:
         found = list(_part("compare").compare(one, other, progress))
     if as_json:
-        typer.echo(json.dumps([difference._asdict() for difference in found], indent=2))
+        _say(json.dumps([difference._asdict() for difference in found], indent=2))
     elif found:
         _print_table([[name, what] for name, what in found])
     else:
-        typer.echo("no differences")
+        _say("no differences")
     if found:
         raise typer.Exit(1)
 
@@ -379,11 +386,11 @@ def convert(
                 objects = "skip" if skip_objects else "pickle" if allow_pickle else "plain"
                 written = rewrite.write_checkpoint(selection, destination, objects=objects, **options)
     if to is Kind.hugging_face and selection.object_names and not skip_objects:
-        typer.echo(
+        _say(
             f"left out {_counted(len(selection.object_names), 'object')}: a Hugging Face folder holds tensors only",
             err=True,
         )
-    typer.echo(f"{destination}: {_counted(written, 'tensor')} written")
+    _say(f"{destination}: {_counted(written, 'tensor')} written")
 
 
 @app.command("reshard")
@@ -408,7 +415,7 @@ def reshard(
             options = {} if max_file_size is None else {"max_file_bytes": max_file_size}
             selection = rewrite.Selection(opened)
             written = rewrite.write_checkpoint(selection, destination, cuts=cuts, progress=progress, **options)
-    typer.echo(f"{destination}: {_counted(written, 'tensor')} written")
+    _say(f"{destination}: {_counted(written, 'tensor')} written")
 
 
 def _mesh(text: str) -> dict[str, int]:

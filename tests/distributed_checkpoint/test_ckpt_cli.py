@@ -94,6 +94,8 @@ def test_ls_and_show(tmp_path):
     entries = json.loads(_run("show", tmp_path / "step-9", "model.layers.*", "--json"))["tensors"]
     assert [entry["name"] for entry in entries] == ["model.layers.0.weight", "model.layers.1.weight"]
     assert "no checkpoint at" in _run("show", tmp_path / "nothing", status=2)
+    ckpt.save({"a\n\x1b[2J\ud800": torch.zeros(2)}, checkpoint_id=tmp_path / "odd")
+    assert "\n  a\\n\\x1b[2J\\ud800  float32[2]" in _run("show", tmp_path / "odd")
 
 
 def test_verify(tmp_path):

@@ -30,6 +30,28 @@ def test_parameters_keep_their_identity_and_views_are_written_through(tmp_path):
     assert torch.equal(target.conj(), conj)
 
 
+def test_a_gradient_that_needs_the_values_before_a_load_is_an_error(tmp_path):
+    weight = torch.nn.Parameter(torch.ones(3))
+    checkpoint.save({"w": weight}, checkpoint_id=tmp_path)
+    loss = (weight * weight).sum()
+    checkpoint.load({"w": weight}, checkpoint_id=tmp_path)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize(("shape", "strides", "meets"), [((3, 4), (2, 1), True), ((2, 2), (3, 2), False)])
+def test_elements_that_share_memory_cannot_be_loaded_into(tmp_path, shape, strides, meets):
+    values = torch.randn(shape)
+    checkpoint.save({"w": values}, checkpoint_id=tmp_path)
+    target = torch.zeros(10).as_strided(shape, strides)
+    if meets:
+        with pytest.raises(ValueError, match="'w' cannot be loaded into: several of its elements are one place"):
+            checkpoint.load({"w": target}, checkpoint_id=tmp_path)
+    else:
+        checkpoint.load({"w": target}, checkpoint_id=tmp_path)
+        assert torch.equal(target, values)
+
+
 def test_sparse_tensors_are_refused(tmp_path):
     with pytest.raises(TypeError, match=r"'w' cannot be saved: .*is not dense"):
         checkpoint.save({"w": torch.eye(2).to_sparse()}, checkpoint_id=tmp_path / "b")

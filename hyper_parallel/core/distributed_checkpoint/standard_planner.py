@@ -278,7 +278,7 @@ class StandardLoadPlanner(LoadPlanner):
                 array = self._arrays[key] = get_platform().raw_array(tensor)
             except (TypeError, ValueError) as error:
                 raise type(error)(f"'{key}' cannot be loaded into: {error}") from error
-            if any(stride == 0 and size > 1 for size, stride in zip(array.shape, array.strides, strict=True)):
+            if _meets_itself(array):
                 raise ValueError(
                     f"'{key}' cannot be loaded into: several of its elements are one place in memory, as expand() makes"
                     " them; pass its contiguous()"
@@ -309,6 +309,25 @@ def _meeting(chunk: Box, box: Box) -> tuple[Any, Any, Any]:
     offsets, sizes = shared
     in_box, in_chunk = (tuple(at - b for at, b in zip(offsets, base, strict=True)) for base in (box[0], chunk[0]))
     return in_box, in_chunk, sizes
+
+
+def _meets_itself(array: np.ndarray[Any, Any]) -> bool:
+    """Whether two elements of an array share memory."""
+    dims = [(abs(stride), size) for size, stride in zip(array.shape, array.strides, strict=True) if size > 1]
+    end = array.itemsize  # of what the dims before span
+    for stride, size in sorted(dims):
+        if stride < end:
+            return stride == 0 or _share_places(array)
+        end += stride * (size - 1)
+    return False
+
+
+def _share_places(array: np.ndarray[Any, Any]) -> bool:
+    """The same for dims that interleave, counted: strides of 3 and 2 elements, for instance, may or may not meet."""
+    offsets: Any = np.zeros((), np.int64)
+    for size, stride in zip(array.shape, array.strides, strict=True):
+        offsets = np.add.outer(offsets, np.arange(size) * stride)
+    return bool((np.diff(np.sort(offsets, axis=None)) < array.itemsize).any())
 
 
 def _complete(tensor: Any) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.autograd.graph import increment_version
 
 from hyper_parallel.platform.torch.dtensor_base import detached
 
@@ -37,6 +38,8 @@ def set_raw(tensor: torch.Tensor, array: np.ndarray[Any, Any]) -> None:
     plain = detached(tensor)
     is_whole_memory = plain.is_cpu and not (plain.is_conj() or plain.is_neg())
     if plain.numel() == 0 or (is_whole_memory and array.__array_interface__["data"][0] == plain.data_ptr()):
+        if not plain.is_inference():
+            increment_version((plain,))  # Autograd did not see it: gradients that need the older values are an error.
         return
     size = plain.element_size()
     signed = np.complex128 if size == 16 else np.uint8 if size == 1 else np.dtype(f"i{size}")
