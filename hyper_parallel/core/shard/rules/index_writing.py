@@ -122,6 +122,9 @@ def _write_at_tensors(call: LocalCall) -> Any:
 
 def _write(call: LocalCall, items: Sequence[Item]) -> Any:
     value = call.args[2]
+    has_dims = _platform.is_tensor(value) and value.ndim > 0
+    # x[0] += 1 writes x[0] to itself, which the framework allows where both have the same strides too.
+    to_itself = has_dims and _platform.shares_memory(call.written, value)
     shape = call.input_shapes[0]
     lengths, offsets = call.inputs[0].local_region(shape)
     entries: list[Any] = []
@@ -134,6 +137,9 @@ def _write(call: LocalCall, items: Sequence[Item]) -> Any:
         elif item.kind == INT:
             here = offsets[item.dim] <= item.value < offsets[item.dim] + lengths[item.dim]
             start = item.value - offsets[item.dim] if here else 0
+            if here and to_itself:
+                entries.append(start)
+                continue
             entries.append(slice(start, start + here))
             single.append(len(taken))
             taken.append(None)
@@ -141,7 +147,7 @@ def _write(call: LocalCall, items: Sequence[Item]) -> Any:
             entry, part = _part_of_range(item.bounds, offsets[item.dim], lengths[item.dim])
             entries.append(entry)
             taken.append(None if item.is_all_of(shape[item.dim]) else part)
-    if _platform.is_tensor(value) and value.ndim:
+    if has_dims:
         value = _part_of_value(value, taken, single)
     call.func(call.written, tuple(entries), value)
 
