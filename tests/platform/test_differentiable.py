@@ -17,6 +17,7 @@ from tests.world import run_on_ranks
 EXCHANGED = ["bool", "float8_e4m3fn", "complex64", "int16"]
 
 
+@functools.cache
 def make_groups() -> list[Any | None]:
     """The world and, in a world of 4, this rank's pair of every second rank."""
     if dist.get_world_size() < 4:
@@ -114,7 +115,7 @@ def chunk_of(data: torch.Tensor, num_chunks: int, index: int, dim: int) -> torch
     return data.index_select(dim, torch.tensor(indices, dtype=torch.long))
 
 
-@run_on_ranks(2, 4)
+@run_on_ranks(4)
 @pytest.mark.parametrize("gradient", ["slice", "reduce_scatter"])
 @pytest.mark.parametrize("sizes", [(3, 3, 3, 3), (1, 1, 1, 1), (2, 0, 3, 1), (0, 1, 0, 0), (0, 0, 0, 0)])
 @in_each_group
@@ -147,7 +148,7 @@ def test_all_gather_concat_slices_by_default_and_keeps_no_whole_gradient() -> No
     assert mine.grad.untyped_storage().nbytes() == 5 * 3 * 8
 
 
-@run_on_ranks(2, 4)
+@run_on_ranks(4)
 @pytest.mark.parametrize("rows", [0, 1, 3])
 @in_each_group
 def test_all_to_all(rows: int, group: Any | None) -> None:
@@ -164,7 +165,7 @@ def test_all_to_all(rows: int, group: Any | None) -> None:
         )
 
 
-@run_on_ranks(2, 4)
+@run_on_ranks(4)
 @pytest.mark.parametrize("name", ["differentiable_all_to_all_single", "differentiable_all_to_all_single_async"])
 @pytest.mark.parametrize("splits", ["even", "uneven", "only to the last rank", "nothing"])
 @in_each_group
@@ -201,7 +202,7 @@ REDUCTIONS = {
 }
 
 
-@run_on_ranks(2, 4)
+@run_on_ranks(4)
 @pytest.mark.parametrize("op", REDUCTIONS)
 @in_each_group
 def test_all_reduce(op: str, group: Any | None) -> None:
@@ -258,7 +259,7 @@ def test_gradient_against_differences(name: str, op: str) -> None:
     torch.testing.assert_close(slope, difference, rtol=1e-6, atol=1e-7)
 
 
-@run_on_ranks(2, 4)
+@run_on_ranks(4)
 @pytest.mark.parametrize("op", ["sum", "avg", "max", "min"])
 @pytest.mark.parametrize("length", [8, 5, 1, 0])
 @in_each_group
@@ -288,7 +289,7 @@ def test_reduce_scatter_cuts_by_the_chunk_rule() -> None:
     assert tuple(shape) == [(2, 2), (2, 2), (1, 2), (0, 2)][rank]
 
 
-@run_on_ranks(2, 4)
+@run_on_ranks(4)
 @in_each_group
 def test_vary(group: Any | None) -> None:
     """The same leaf on every rank, used by each in its own way: its gradient is the sum."""

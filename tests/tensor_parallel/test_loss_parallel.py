@@ -21,7 +21,7 @@ def _targets(vocabulary: int) -> torch.Tensor:
     return target.int() if on_mindspore else target
 
 
-@run_on_ranks(2, 4)
+@run_on_ranks(4)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_all_options(reduction: str) -> None:
     mesh = hp.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))

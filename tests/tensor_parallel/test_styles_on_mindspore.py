@@ -176,7 +176,7 @@ def decoder_plan(sequence_parallel: bool) -> dict[str, Any]:
     return plan
 
 
-@run_on_ranks(2, 4, timeout=300)
+@run_on_ranks(4, timeout=300)
 def test_decoder():
     mesh = tp_mesh()
     ids = np.random.RandomState(3).randint(0, 11, (2, 8)).astype(np.int32)
