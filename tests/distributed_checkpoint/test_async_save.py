@@ -1,5 +1,6 @@
 """Saves in the background: training goes on, failures come to the foreground, and slowness is never taken for death."""
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -104,6 +105,11 @@ def test_state_is_taken_at_once_and_memory_is_kept(tmp_path: Path) -> None:
     # Over one that is there.
     ckpt.async_save(_state(mesh, 9.0), checkpoint_id=tmp_path / "0").result()
     _assert_loads(tmp_path / "0", mesh, 9.0)
+    # To a relative path: where it is now, and not where the writer was started.
+    with contextlib.chdir(tmp_path):
+        handle = ckpt.async_save(_state(mesh, 8.0), checkpoint_id="relative")
+    handle.result()
+    _assert_loads(tmp_path / "relative", mesh, 8.0)
     # After it a save in the foreground, and the other way round.
     ckpt.save(_state(mesh, 10.0), checkpoint_id=tmp_path / "0")
     _assert_loads(tmp_path / "0", mesh, 10.0)

@@ -290,6 +290,10 @@ def test_a_rank_that_fails_fails_all(tmp_path):
     with pytest.raises(checkpoint.CheckpointError, match=r"rank 2: TypeError: 'bad' holds a builtins.object"):
         checkpoint.save(unsuitable, checkpoint_id=path)
     assert load_cut(path) == 1
+    own = tmp_path / f"of-rank-{get_platform().get_rank()}"
+    with pytest.raises(checkpoint.CheckpointError, match=r"cannot be found in '.*of-rank-0': the ranks"):
+        checkpoint.save(cut_state(2), checkpoint_id=own)
+    assert not own.exists()
     for step in ("state_dict", "load_state_dict"):
         keeper = {"step": FailingState(step)} if get_platform().get_rank() == 1 else {}
         with pytest.raises(checkpoint.CheckpointError, match=rf"loading.* failed on rank 1: ValueError: no {step}"):

@@ -15,6 +15,7 @@ from hyper_parallel.core.distributed_checkpoint.background import WriterProcess
 from hyper_parallel.core.distributed_checkpoint.chunks import plan_chunks
 from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError, CorruptCheckpointError, LostRankError
 from hyper_parallel.core.distributed_checkpoint.file_agreement import make_agreement
+from hyper_parallel.core.distributed_checkpoint.filesystem import FileSystemWriter
 from hyper_parallel.core.distributed_checkpoint.index_file import CheckpointIndex, decode_index
 from hyper_parallel.core.distributed_checkpoint.make_index import index_by_arithmetic, index_of_plans
 from hyper_parallel.core.distributed_checkpoint.metadata import Metadata
@@ -26,6 +27,7 @@ from hyper_parallel.core.distributed_checkpoint.storage import (
     METADATA_FILE,
     CheckpointId,
     StorageWriter,
+    absolute_path,
     default_writer,
     storage_for,
 )
@@ -61,7 +63,9 @@ def async_save(
     agreement = make_agreement(no_dist, use_collectives, checkpoint_id, "save")
     background = _Background.of(agreement)
     try:
-        real_writer = _packed_writer(storage_writer, checkpoint_id)
+        storage_writer = storage_writer if storage_writer is not None else default_writer(checkpoint_id)
+        real_writer = _packed_writer(storage_writer)
+        place = absolute_path(checkpoint_id) if isinstance(storage_writer, FileSystemWriter) else checkpoint_id
         if if_busy == "wait":
             background.wait_for_last()
         prepared = prepare_save(
@@ -76,7 +80,7 @@ def async_save(
         )
         background.make_ready(agreement, *prepared.decision)
         handle = AsyncSave(background, prepared, checkpoint_id)
-        background.start(handle, prepared, real_writer)
+        background.start(handle, prepared, real_writer, place)
         return handle
     finally:
         background.forget_copy()
@@ -219,11 +223,11 @@ class _Background:
             self._copying.wait()
             self._copying = None
 
-    def start(self, handle: AsyncSave, prepared: PreparedSave, writer: bytes) -> None:
+    def start(self, handle: AsyncSave, prepared: PreparedSave, writer: bytes, place: CheckpointId) -> None:
         """Copy the bytes and hand them to the writer process. An error here is one of the save: all ranks hear it."""
         process = self._process
         assert process is not None
-        job: dict[str, Any] = {"save_name": prepared.save_name, "checkpoint_id": handle.checkpoint_id, "writer": writer}
+        job: dict[str, Any] = {"save_name": prepared.save_name, "checkpoint_id": place, "writer": writer}
         is_as_before = prepared.known is not None and prepared.known is self.known_plan
         copying = self._copying
         try:
@@ -300,9 +304,7 @@ def _index_in_advance(prepared: PreparedSave) -> tuple[CheckpointIndex, list[tup
     return index_of_plans(prepared.all_plans, prepared.metadata, reports), None
 
 
-def _packed_writer(writer: StorageWriter | None, checkpoint_id: CheckpointId) -> bytes:
-    if writer is None:
-        writer = default_writer(checkpoint_id)
+def _packed_writer(writer: StorageWriter) -> bytes:
     try:
         return pickle.dumps(writer)
     except Exception as error:

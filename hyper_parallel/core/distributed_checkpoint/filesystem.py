@@ -33,7 +33,8 @@ from hyper_parallel.core.distributed_checkpoint.storage import (
     CheckpointId,
     StorageReader,
     StorageWriter,
-    local_path,
+    absolute_path,
+    not_found,
 )
 from hyper_parallel.core.distributed_checkpoint.write_back import begin_write_back
 
@@ -58,9 +59,10 @@ class FileSystemWriter(StorageWriter):
         self._made_root = False
 
     def open(self, checkpoint_id: CheckpointId) -> None:
-        self._root = local_path(checkpoint_id)
-        if self._root.exists() and not self._root.is_dir():
-            raise NotADirectoryError(f"a checkpoint is a directory, and '{self._root}' is a file; give another name")
+        self._root = absolute_path(checkpoint_id)
+        if os.path.lexists(self._root) and not self._root.is_dir():
+            what = "a link that leads nowhere" if self._root.is_symlink() else "a file"
+            raise NotADirectoryError(f"a checkpoint is a directory, and '{self._root}' is {what}; give another name")
         self._made_root = not self._root.exists()
         self._root.mkdir(parents=True, exist_ok=True)
 
@@ -90,6 +92,10 @@ class FileSystemWriter(StorageWriter):
             _fsync(self._root)
 
     def commit(self, metadata: bytes, files: Iterable[str]) -> None:
+        there = set(os.listdir(self._root))
+        # A list of names may be an older one where other hosts write too; the name itself is not.
+        if lost := [name for name in files if name not in there and not (self._root / name).exists()]:
+            raise not_found(lost, self._root)
         aside = self._root / aside_file_name(self._save_name)
         self.write_file(aside.name, [metadata])
         if self._sync:
@@ -146,7 +152,7 @@ class FileSystemReader(StorageReader):
         self._files: FileBoxes | None = None
 
     def open(self, checkpoint_id: CheckpointId) -> None:
-        self._root = local_path(checkpoint_id)
+        self._root = absolute_path(checkpoint_id)
         self._files = FileBoxes(self._root)
 
     def read_metadata(self) -> bytes:

@@ -30,6 +30,7 @@ from hyper_parallel.core.distributed_checkpoint.storage import (
     CheckpointId,
     StorageReader,
     StorageWriter,
+    not_found,
 )
 from hyper_parallel.platform.shared_segment import ProcessIdentity
 
@@ -75,17 +76,22 @@ class FsspecWriter(StorageWriter):
 
     def commit(self, metadata: bytes, files: Iterable[str]) -> None:
         assert self._save_name is not None
+        self._fs.invalidate_cache(self._root)
+        if lost := list(set(files) - set(self._names())):
+            raise not_found(sorted(lost), self._root)
         aside = aside_file_name(self._save_name)
         self.write_file(aside, [metadata])
         self._fs.mv(f"{self._root}/{aside}", f"{self._root}/{METADATA_FILE}")
         # The names before the metadata, which `discard` reads: a save that ends in between is found in one of them.
         self._fs.invalidate_cache(self._root)
-        names = [path.rstrip("/").rpartition("/")[2] for path in self._fs.ls(self._root, detail=False)]
-        saves = {name: save for name in names if (save := save_of(name)) is not None}
+        saves = {name: save for name in self._names() if (save := save_of(name)) is not None}
         own = lock_file_name(self._save_name)
         marked = {save for name, save in saves.items() if name == lock_file_name(save) != own}
         running = set(filter(self._is_running, marked))
         self.discard([name for name, save in saves.items() if save not in running and name != own])
+
+    def _names(self) -> list[str]:
+        return [path.rstrip("/").rpartition("/")[2] for path in self._fs.ls(self._root, detail=False)]
 
     def _is_running(self, save: str) -> bool:
         """Whether a save whose mark is up may still be at work."""

@@ -121,6 +121,20 @@ def local_path(checkpoint_id: CheckpointId) -> Path:
     return Path(text)
 
 
+def absolute_path(checkpoint_id: CheckpointId) -> Path:
+    """The same, whatever the current directory becomes."""
+    return Path(os.path.abspath(local_path(checkpoint_id)))
+
+
+def not_found(names: Sequence[str], place: CheckpointId) -> FileNotFoundError:
+    """The error when files that other ranks have written are not where the coordinator looks for them."""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return FileNotFoundError(
+        f"'{names[0]}'{more}, which other ranks have written, cannot be found in '{os.fspath(place)}': the ranks do "
+        "not write to the same place. Give all of them the same absolute path, of a file system that they share"
+    )
+
+
 def storage_for(checkpoint_id: CheckpointId) -> str:
     """ "fsspec" for a URL, "filesystem" for a path."""
     text = os.fsdecode(checkpoint_id)
