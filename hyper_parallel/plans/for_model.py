@@ -27,6 +27,7 @@ from hyper_parallel.plans.styles import (
     WholeParameters,
 )
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.framework_of import kind_of
 
 Plan = dict[str, list[ParallelStyle]]
 
@@ -55,7 +56,7 @@ def for_model(
     """
     platform = get_platform()
     if not isinstance(model, platform.Module):
-        raise TypeError(f"plans.for_model takes a model, got {type(model).__name__}")
+        raise TypeError(f"plans.for_model takes a model, got {kind_of(model)}")
     if isinstance(keep_whole, str):
         raise TypeError(f"plans.for_model: keep_whole takes a list of paths; write keep_whole=[{keep_whole!r}]")
     roles = read_roles(model, tuple(keep_whole))

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from hyper_parallel.platform.framework_of import kind_of
+
 __all__ = ["FoundParameter", "ParameterFramework", "ParameterFunctions", "check_init_arguments", "local_part"]
 
 _LAYOUT_ATTRIBUTE = "hyper_parallel_layout"  # ``layout`` of a plain tensor may mean something else to the framework
@@ -147,7 +149,7 @@ class ParameterFunctions:
 
     def _require_tensor(self, function: str, data: Any) -> None:
         if not isinstance(data, self._framework.tensor):
-            raise TypeError(f"{function} takes a tensor, got {type(data).__name__}")
+            raise TypeError(f"{function} takes a tensor, got {kind_of(data)}")
 
 
 def check_init_arguments(module: Any, kind: type, stage_index: Any, device: Any) -> None:
@@ -155,7 +157,7 @@ def check_init_arguments(module: Any, kind: type, stage_index: Any, device: Any)
     if module is None:
         raise ValueError("init_parameters: module is None; give the module of this pipeline stage")
     if not isinstance(module, kind):
-        raise TypeError(f"init_parameters takes a module, got {type(module).__name__}")
+        raise TypeError(f"init_parameters takes a module, got {kind_of(module)}")
     if isinstance(stage_index, bool) or not isinstance(stage_index, int):
         raise TypeError(f"init_parameters: stage_index must be an int, got {stage_index!r}")
     if stage_index < 0:

@@ -6,12 +6,14 @@ import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hyper_parallel.platform.framework_of import kind_of
+
 __all__ = ["chunk_bounds", "find_dtype", "require_tensor", "upward_slices"]
 
 
 def require_tensor(kind: type, function: str, obj: object) -> None:
     if not isinstance(obj, kind):
-        raise TypeError(f"{function} takes a tensor, got {type(obj).__name__}")
+        raise TypeError(f"{function} takes a tensor, got {kind_of(obj)}")
 
 
 def find_dtype(given: Any, dtypes: Mapping[str, Any], abbreviations: Mapping[str, Any]) -> Any:

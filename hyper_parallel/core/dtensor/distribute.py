@@ -13,6 +13,7 @@ from hyper_parallel.core.dtensor.distributed_tensor import DTensor, resolve_layo
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.mesh_transfer import outside_shape
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.framework_of import kind_of, require_module
 
 _DISTRIBUTED = "_hyper_parallel_distributed"
 
@@ -39,7 +40,7 @@ def distribute_tensor(
             raise ValueError(f"distribute_tensor: the tensor lies under {tensor.layout} already; use redistribute")
         return tensor
     if not platform.is_tensor(tensor):
-        raise TypeError(f"distribute_tensor takes a tensor, got {type(tensor).__name__}")
+        raise TypeError(f"distribute_tensor takes a tensor, got {kind_of(tensor)}")
     if not platform.is_dense_tensor(tensor):
         raise TypeError("distribute_tensor cannot cut a sparse or nested tensor; use to_dense() or to_padded_tensor()")
     shape = tuple(tensor.shape)
@@ -127,6 +128,7 @@ def distribute_module(
     ``input_fn(module, inputs, mesh)`` and ``output_fn(module, outputs, mesh)`` are hooked onto the root's forward.
     """
     platform = get_platform()
+    require_module("distribute_module", module)
     mesh = resolve_mesh(device_mesh, "distribute_module")
     if getattr(module, _DISTRIBUTED, False):
         raise RuntimeError(

@@ -14,6 +14,7 @@ from hyper_parallel.core.dtensor.placement_types import Placement
 from hyper_parallel.core.dtensor.shard_sizes import check_later, finish_checks, gather_global_shape, join_check
 from hyper_parallel.core.dtensor.skip_dispatch import is_skipped, skipping
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.framework_of import kind_of
 
 _platform = get_platform()
 
@@ -96,7 +97,7 @@ class DTensor(_platform.DTensorBase):  # type: ignore[name-defined]
         """
         del stride
         if not _platform.is_tensor(local_tensor) or isinstance(local_tensor, DTensor):
-            raise TypeError(f"from_local takes this rank's block as a plain tensor, got {type(local_tensor).__name__}")
+            raise TypeError(f"from_local takes this rank's block as a plain tensor, got {kind_of(local_tensor)}")
         if not _platform.is_dense_tensor(local_tensor):
             raise TypeError("from_local cannot take a sparse or nested block; use to_dense() or to_padded_tensor()")
         mesh = resolve_mesh(device_mesh, "from_local")

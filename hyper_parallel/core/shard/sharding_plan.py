@@ -16,6 +16,7 @@ from hyper_parallel.core.shard.initial_values import carry_initial_values
 from hyper_parallel.core.shard.module_paths import is_wildcard, match_paths
 from hyper_parallel.core.shard.plain_parameters import name_parameters
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.framework_of import require_module
 
 _platform = get_platform()
 
@@ -57,6 +58,7 @@ def shard_module(model: Any, device_mesh: DeviceMesh | None = None, sharding_pla
     """
     if not isinstance(sharding_plan, ShardingPlan):
         raise TypeError(f"shard_module takes a ShardingPlan, got {type(sharding_plan).__name__}")
+    require_module("shard_module", model)
     mesh = resolve_mesh(device_mesh, "shard_module")
     modules = dict(_platform.get_cells_and_names(model))
     inputs = _activations(sharding_plan.input_plan, modules, "input")

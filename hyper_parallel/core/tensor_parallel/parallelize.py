@@ -12,6 +12,7 @@ from hyper_parallel.core.shard.plain_parameters import name_parameters
 from hyper_parallel.core.tensor_parallel.module_parameters import keeping_ties
 from hyper_parallel.core.tensor_parallel.style_base import ParallelStyle
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.framework_of import require_module
 
 Plan = ParallelStyle | Mapping[str, ParallelStyle | Sequence[ParallelStyle]]
 
@@ -40,6 +41,7 @@ def parallelize_module(
     (Shard(0),)
     """
     platform = get_platform()
+    require_module("parallelize_module", module)
     mesh = resolve_mesh(device_mesh, "parallelize_module")
     if parallelize_plan is None:
         raise ValueError(

@@ -22,6 +22,7 @@ from hyper_parallel.platform.collective_checks import (
     describe_call,
     short,
 )
+from hyper_parallel.platform.framework_of import kind_of
 from hyper_parallel.platform.host_collectives import why_not
 from hyper_parallel.platform.mindspore import wires
 from hyper_parallel.platform.mindspore.devices import get_device_type
@@ -86,7 +87,7 @@ def _checked(function: str, data: Any, group_info: Any, **arguments: Any) -> Pro
         all_gather_object(calls, mine, group)
         check_agreement(calls, group.ranks)
     if not isinstance(data, Tensor):
-        raise TypeError(f"{function} takes a tensor, not a {type(data).__name__}")
+        raise TypeError(f"{function} takes a tensor, not a {kind_of(data)}")
     _check_has_memory(function, data, group)
     return group
 
@@ -276,7 +277,7 @@ def exchange(tensor: Tensor, peer_rank: int, group: ProcessGroup) -> Tensor:
 def _checked_for_message(function: str, data: Any, group_info: Any) -> ProcessGroup:
     group = unwrap_group(group_info)
     if not isinstance(data, Tensor):
-        raise TypeError(f"{function} takes a tensor, not a {type(data).__name__}")
+        raise TypeError(f"{function} takes a tensor, not a {kind_of(data)}")
     _check_has_memory(function, data, group)
     return group
 

@@ -11,6 +11,7 @@ from mindspore import Tensor, nn
 from safetensors import SafetensorError, safe_open
 
 from hyper_parallel.platform import safetensors_file
+from hyper_parallel.platform.framework_of import kind_of
 from hyper_parallel.platform.mindspore import groups, private_api
 from hyper_parallel.platform.mindspore.memory import bytes_of, from_array
 from hyper_parallel.platform.mindspore.modules import parameters_dict
@@ -32,7 +33,7 @@ def get_model_state_dict(model: nn.Cell, *, options: Any = None) -> dict[str, An
     The tensors are those of the model, not copies, unless an option makes one.
     """
     if not isinstance(model, nn.Cell):
-        raise TypeError(f"get_model_state_dict takes a module, got {type(model).__name__}")
+        raise TypeError(f"get_model_state_dict takes a module, got {kind_of(model)}")
     full_state_dict, cpu_offload, ignore_frozen_params = read_options(options)
     parameters = parameters_dict(model, remove_duplicate=False)
     state: dict[str, Any] = {
@@ -91,7 +92,7 @@ def save_checkpoint(
     if isinstance(cell, nn.Cell):
         cell = get_model_state_dict(cell)
     elif not isinstance(cell, Mapping):
-        raise TypeError(f"save_checkpoint takes a module or a dict of tensors, got {type(cell).__name__}")
+        raise TypeError(f"save_checkpoint takes a module or a dict of tensors, got {kind_of(cell)}")
     tensors = {name: _whole(value) for name, value in cell.items()}
     safetensors_file.check_names(tensors)
     for name, tensor in tensors.items():

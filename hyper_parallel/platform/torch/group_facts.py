@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hyper_parallel.platform.collective_checks import short
+from hyper_parallel.platform.framework_of import kind_of
 from hyper_parallel.platform.torch import groups
 from hyper_parallel.platform.torch.lost_ranks import completed, introduce
 from hyper_parallel.platform.torch.reductions import BACKENDS, OTHER_BACKEND, Carrier, find_carrier, why_not
@@ -135,7 +136,7 @@ groups.on_destroy.append(_forget)
 def find_movable(function: str, data: Any, facts: GroupFacts) -> bool:
     """Whether the backend moves such tensors as they are; remembered. Raises when it has none for their device."""
     if not isinstance(data, torch.Tensor):
-        raise TypeError(f"{function} takes a tensor, not a {type(data).__name__}")
+        raise TypeError(f"{function} takes a tensor, not a {kind_of(data)}")
     name = facts.backends.get(data.device.type)
     if name is None:
         raise ValueError(

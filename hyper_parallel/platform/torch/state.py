@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from hyper_parallel.platform import safetensors_file
+from hyper_parallel.platform.framework_of import kind_of
 from hyper_parallel.platform.state_options import read_options
 
 __all__ = ["get_model_state_dict", "load_checkpoint", "save_checkpoint"]
@@ -36,7 +37,7 @@ def get_model_state_dict(model: nn.Module, *, options: Any = None) -> dict[str, 
     of the bare one. The tensors are those of the model, not copies, unless an option makes one.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"get_model_state_dict takes a module, got {type(model).__name__}")
+        raise TypeError(f"get_model_state_dict takes a module, got {kind_of(model)}")
     full_state_dict, cpu_offload, ignore_frozen_params = read_options(options)
 
     state = model.state_dict()
@@ -121,7 +122,7 @@ def save_checkpoint(
     if isinstance(cell, nn.Module):
         cell = get_model_state_dict(cell)
     elif not isinstance(cell, Mapping):
-        raise TypeError(f"save_checkpoint takes a module or a dict of tensors, got {type(cell).__name__}")
+        raise TypeError(f"save_checkpoint takes a module or a dict of tensors, got {kind_of(cell)}")
     tensors = {name: _whole(value) for name, value in cell.items()}
     _check_can_be_saved(tensors)
     safetensors_file.write_file(file_path, {name: _entry(tensor) for name, tensor in tensors.items()})
