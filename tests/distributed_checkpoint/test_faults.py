@@ -505,7 +505,16 @@ def test_a_file_that_is_cut_short_while_it_is_read(tmp_path):
         def read_into(self, name, start, target):
             if start:  # The header was read before, and the size looked at.
                 os.truncate(data, 4096)
+            elif self.is_removed:
+                data.unlink()
             super().read_into(name, start, target)
 
+        is_removed = False
+
     with pytest.raises(checkpoint.CorruptCheckpointError, match=rf"{data.name}' ends at byte \d+ where \d+ are"):
+        checkpoint.load(state_of(0), checkpoint_id=tmp_path / "step-0", storage_reader=Unlucky())
+    save_version(tmp_path, "step-0", 0)
+    (data,) = (tmp_path / "step-0").glob("*.safetensors")
+    Unlucky.is_removed = True
+    with pytest.raises(checkpoint.CorruptCheckpointError, match=rf"{data.name}' is missing: it was there"):
         checkpoint.load(state_of(0), checkpoint_id=tmp_path / "step-0", storage_reader=Unlucky())

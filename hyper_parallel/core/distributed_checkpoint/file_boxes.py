@@ -88,7 +88,13 @@ class FileBoxes:
         if found is None:
             if len(self._open) == _MAX_OPEN:
                 os.close(self._open.popitem(last=False)[1])
-            found = self._open[name] = os.open(self._folder / name, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                found = self._open[name] = os.open(self._folder / name, os.O_RDONLY | os.O_CLOEXEC)
+            except FileNotFoundError:
+                raise CorruptCheckpointError(
+                    f"'{self._folder / name}' is missing: it was there a moment ago, and was removed. Load another "
+                    "checkpoint"
+                ) from None
         return found
 
     def close(self) -> None:
