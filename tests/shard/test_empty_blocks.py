@@ -58,6 +58,11 @@ OF_ONE_ROW = [
     (lambda x: F.pad(x, (1, 2), mode="replicate"), (tensor(1, 3, 4),), (0,)),
     (lambda x: F.max_pool2d(x, 2), (tensor(1, 2, 4, 4),), (0,)),
     (lambda x: F.avg_pool2d(x, 2), (tensor(1, 2, 4, 4),), (0,)),
+    (lambda x: torch.cummax(x, 1).values, (tensor(1, 3),), (0,)),
+    (lambda x: torch.cumprod(x, 1), (tensor(1, 3),), (0,)),
+    (lambda x: torch.cumprod(x, 1), (tensor(3, 1),), (0,)),  # one element on the last rank
+    (lambda x: torch.logcumsumexp(x, 1), (tensor(1, 3),), (0,)),
+    (lambda x: torch.linalg.vander(x, N=3), (tensor(1, 3),), (0,)),
 ]
 
 

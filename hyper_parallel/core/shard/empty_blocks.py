@@ -30,9 +30,10 @@ def lacks_rows(call: LocalCall) -> bool:
 def with_spare_rows(call: LocalCall, run: Callable[[LocalCall], Any] = LocalCall.plain) -> Any:
     """What ``run`` gives for blocks with a row of zeros in every dim of which this rank has none: see the note.
 
-    The results are without the rows that came of those.
+    The results are without the rows that came of those. What is written into keeps its size: there ``run`` is called
+    as it is.
     """
-    if not lacks_rows(call):
+    if call.written is not None or not lacks_rows(call):
         return run(call)
     platform = get_platform()
     described = iter(zip(call.inputs, call.input_shapes, strict=True))
@@ -48,7 +49,7 @@ def with_spare_rows(call: LocalCall, run: Callable[[LocalCall], Any] = LocalCall
     result = run(dataclasses.replace(call, args=args, kwargs=kwargs))
     if platform.is_tensor(result):
         return _narrowed(result, call, 0)
-    return tuple(_narrowed(one, call, index) for index, one in enumerate(result))
+    return getattr(result, "_make", type(result))([_narrowed(one, call, index) for index, one in enumerate(result)])
 
 
 def with_spare_row(block: Any, dim: int) -> Any:

@@ -30,8 +30,9 @@ _ITEM_DIMS = {
     "linalg_ldl_solve": (2, 1, 2),
     "ormqr": (2, 1, 2),
 }
-# An empty batch, which a rank may have where the cut is uneven, is refused by the framework or has no gradient.
-_NOT_FOR_EMPTY = frozenset({"linalg_cond", "ormqr"})
+# An empty batch, which a rank may have where the cut is uneven, is refused by the framework or has no gradient, or one
+# that belongs to another graph than those of the other ranks.
+_NOT_FOR_EMPTY = frozenset({"linalg_cond", "linalg_vander", "ormqr"})
 # These raise where a matrix is singular, not positive definite, or has no finite values.
 _MAY_FAIL = frozenset(
     {

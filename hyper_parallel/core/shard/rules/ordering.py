@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hyper_parallel.core.shard.empty_blocks import lacks_rows, with_spare_rows
 from hyper_parallel.core.shard.rule_table import rule
 from hyper_parallel.core.shard.rules.shape import all_together, dim_list
 from hyper_parallel.core.shard.rules.views import ALONE
@@ -37,7 +38,10 @@ def along_dim(call: OpCall) -> Signature | None:
     if call.args[1:] and isinstance(call.args[1], bool):
         return None
     labels = _whole_dim(call)
-    return Signature((labels,), (labels,) * len(call.outputs))
+    # The gradient of one running product alone belongs to another graph than that of several.
+    is_alone = call.name.startswith("cumprod") and None in labels and call.outputs[0][labels.index(None)] == 1
+    even = frozenset(filter(None, labels)) if is_alone else frozenset()
+    return Signature((labels,), (labels,) * len(call.outputs), even=even, local=with_spare_rows, needs_local=lacks_rows)
 
 
 @rule("cumsum")
