@@ -373,6 +373,16 @@ class DistributedTensorSupport(ABC):
         return number
 
     @staticmethod
+    def logarithm(tensor: Any) -> Any:
+        """The natural logarithm, with the same bits on every rank."""
+        return tensor.log()
+
+    @staticmethod
+    def power(tensor: Any, exponent: float) -> Any:
+        """``tensor ** exponent``, with the same bits on every rank."""
+        return tensor**exponent
+
+    @staticmethod
     @abstractmethod
     def losing_value(dtype: Any, op: Any) -> Any:
         """The value that every other one beats in a maximum (``op`` "max") or a minimum ("min")."""

@@ -89,11 +89,7 @@ _by_names = {
     "leaky_relu": "LeakyReLUExt LeakyReLU",
     "lerp": "Lerp LerpScalar",
     "lgamma": "Lgamma",
-    "log": "Log",
-    "log10": "Log10",
     "log1p": "Log1p",
-    "log2": "Log2",
-    "log_sigmoid": "LogSigmoid",
     "logaddexp": "LogAddExp",
     "logaddexp2": "LogAddExp2",
     "logical_and": "LogicalAnd",
@@ -105,13 +101,11 @@ _by_names = {
     "masked_fill": "MaskedFill MaskedFillScalar",
     "maximum": "Maximum",
     "minimum": "Minimum",
-    "mish": "MishExt Mish",
     "mul": "Mul Muls",
     "nan_to_num": "NanToNum",
     "ne": "NotEqual NeScalar NotEqualScalar",
     "neg": "Neg",
     "nextafter": "NextAfter",
-    "pow": "Pow PowTensorScalar PowScalarTensor",
     "reciprocal": "Reciprocal Inv",
     "relu": "ReLU",
     "relu6": "ReLU6",
@@ -125,7 +119,6 @@ _by_names = {
     "sin": "Sin",
     "sinc": "Sinc",
     "sinh": "Sinh",
-    "softplus": "SoftplusExt Softplus",
     "softshrink": "SoftShrink",
     "sqrt": "Sqrt",
     "square": "Square",
@@ -281,6 +274,13 @@ def _with_dtype(neutral: str, *ms_names: str) -> None:
         TRANSLATED[ms_name] = translate
 
 
+_to("log", "Log")
+_to("log10", "Log10")
+_to("log2", "Log2")
+_to("log_sigmoid", "LogSigmoid")
+_to("mish", "MishExt", "Mish")
+_to("pow", "Pow", "PowTensorScalar", "PowScalarTensor")
+_to("softplus", "SoftplusExt", "Softplus")
 _with_dtype("sum", "SumExt", "DeprecatedSum")
 _with_dtype("mean", "MeanExt", "DeprecatedMean", "ReduceMean")
 _with_dtype("prod", "ProdExt", "DeprecatedProd", "ReduceProd")

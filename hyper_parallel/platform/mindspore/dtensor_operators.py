@@ -40,7 +40,7 @@ _BINARY: dict[str, tuple[str, Callable[..., Any]]] = {
     "__mul__": ("mul", lambda x, y: x * y),
     "__ne__": ("ne", lambda x, y: x != y),
     "__or__": ("bitwise_or", lambda x, y: x | y),
-    "__pow__": ("pow", lambda x, y: x**y),
+    "__pow__": ("pow", NEUTRAL["pow"]),
     "__sub__": ("sub", lambda x, y: x - y),
     "__truediv__": ("div", lambda x, y: x / y),
     "__xor__": ("bitwise_xor", lambda x, y: x ^ y),
@@ -50,7 +50,7 @@ _BINARY: dict[str, tuple[str, Callable[..., Any]]] = {
     "__rmod__": ("rremainder", lambda x, y: y % x),
     "__rmul__": ("mul", lambda x, y: y * x),
     "__ror__": ("bitwise_or", lambda x, y: y | x),
-    "__rpow__": ("rpow", lambda x, y: y**x),
+    "__rpow__": ("rpow", lambda x, y: NEUTRAL["pow"](y, x)),
     "__rsub__": ("rsub", lambda x, y: y - x),
     "__rtruediv__": ("rdiv", lambda x, y: y / x),
     "__rxor__": ("bitwise_xor", lambda x, y: y ^ x),
@@ -61,6 +61,7 @@ _METHODS = """
     masked_fill maximum minimum mul ne neg pow reciprocal relu remainder round rsqrt sigmoid sign sin sqrt square sub
     tanh trunc
 """
+_STEADY = ("log", "pow")  # see ``steady.py``
 _CASTS = ("bool", "byte", "double", "half", "int", "long", "short", "bfloat16")
 _OPERANDS = (Tensor, int, float, complex, np.number, np.bool_)
 
@@ -83,7 +84,8 @@ def give_operators(dispatch: Dispatch) -> None:
     for name in _METHODS.split():
         plain = getattr(Tensor, name, None)
         if plain is not None and not isinstance(plain, types.FunctionType):
-            setattr(DTensorBase, name, _method(name, _named(name, _calling(plain)), dispatch))
+            op = NEUTRAL[name] if name in _STEADY else _named(name, _calling(plain))
+            setattr(DTensorBase, name, _method(name, op, dispatch))
     for name in ("T", "mT", "mH", "H"):
         if hasattr(Tensor, name):
             setattr(DTensorBase, name, property(_unary(name, _named(name, _attribute(name)), dispatch)))

@@ -17,7 +17,7 @@ from typing import Any
 import mindspore as ms
 from mindspore import mint, ops
 
-from hyper_parallel.platform.mindspore import memory, private_api, tensors
+from hyper_parallel.platform.mindspore import memory, private_api, steady, tensors
 from hyper_parallel.platform.mindspore.dtensor_empty import zeros_of
 from hyper_parallel.platform.mindspore.start import on_ascend
 
@@ -153,7 +153,11 @@ def std_mean(input: Any, dim: Any = None, unbiased: bool = True, keepdim: bool =
 
 @_neutral
 def logsumexp(input: Any, dim: Any, keepdim: bool = False) -> Any:
-    return ops.logsumexp(input, dim, keepdim)
+    """Of logarithms that are the same on every rank; see ``steady.py``."""
+    highest = mint.amax(input, dim, True).data
+    highest = highest.masked_fill(ops.isinf(highest), 0)
+    result = steady.log(_sum(mint.exp(input - highest), dim, keepdim))
+    return result + (highest if keepdim else highest.reshape(result.shape))
 
 
 @_neutral
@@ -504,6 +508,12 @@ for _name, _function in {
     "masked_fill_": lambda x, mask, value: x.masked_fill(mask, value),
 }.items():
     NEUTRAL[_name] = in_place(_name, _function)
+
+
+# ---------------------------------------------------------------- the same bits on every rank
+
+for _function in map(steady.__dict__.__getitem__, steady.__all__):
+    NEUTRAL[_function.__name__] = _function
 
 
 # ---------------------------------------------------------------- layers

@@ -13,6 +13,7 @@ from hyper_parallel.platform.mindspore import (
     dtensor_ops,
     dtensor_support,
     dtensor_vocabulary,
+    steady,
     tensors,
 )
 
@@ -96,6 +97,8 @@ class DistributedTensors:
     observe_collectives = staticmethod(dtensor_support.observe_collectives)
     seeded = staticmethod(dtensor_support.seeded)
     number_like = staticmethod(dtensor_support.number_like)
+    logarithm = staticmethod(steady.log)
+    power = staticmethod(steady.power)
     losing_value = staticmethod(dtensor_support.losing_value)
     machine_epsilon = staticmethod(dtensor_support.machine_epsilon)
     vector_norm = staticmethod(dtensor_support.vector_norm)

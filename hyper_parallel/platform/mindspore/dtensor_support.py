@@ -11,7 +11,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, mint, nn
 
-from hyper_parallel.platform.mindspore import collectives, dtensor_ops, private_api
+from hyper_parallel.platform.mindspore import collectives, dtensor_ops, private_api, steady
 from hyper_parallel.platform.mindspore.dtensor_base import DTensorBase, as_dtensor, local_alias
 from hyper_parallel.platform.mindspore.groups import get_process_group_ranks
 from hyper_parallel.platform.mindspore.tensors import dtype_name, str_to_dtype, tensor_to_numpy
@@ -238,8 +238,7 @@ def vector_norm(tensor: Any, p: float, dims: Sequence[int], keepdim: bool) -> An
         return dtensor_ops.sum(magnitudes, dims, keepdim)
     if p == 2:
         return mint.sqrt(dtensor_ops.sum(tensor * tensor, dims, keepdim))
-    powers = mint.pow(magnitudes, number_like(p, tensor))
-    return mint.pow(dtensor_ops.sum(powers, dims, keepdim), number_like(1.0 / p, tensor))
+    return steady.power(dtensor_ops.sum(steady.power(magnitudes, p), dims, keepdim), 1.0 / p)
 
 
 def result_like(func: Callable[..., Any], results: Sequence[Any]) -> Any:

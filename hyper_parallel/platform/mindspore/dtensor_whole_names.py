@@ -12,9 +12,9 @@ AGREEING = """
     bitwise_or bitwise_right_shift bitwise_xor ceil celu clamp copysign cos cosh deg2rad digamma elu eq erf erfc erfinv
     exp exp2 expm1 float_power floor floor_divide fmax fmin fmod frac gcd ge gelu gt hardshrink hardsigmoid hardswish
     hardtanh heaviside hypot i0 isclose isfinite isinf isnan isneginf isposinf isreal lcm ldexp le leaky_relu lerp
-    lgamma log log10 log1p log2 logaddexp logaddexp2 logical_and logical_not logical_or logical_xor logit lt
-    masked_fill maximum minimum mish mul nan_to_num ne neg nextafter polygamma positive pow rad2deg real reciprocal
-    relu relu6 remainder round rsqrt selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink sqrt square
+    lgamma log1p logaddexp logaddexp2 logical_and logical_not logical_or logical_xor logit lt
+    masked_fill maximum minimum mul nan_to_num ne neg nextafter polygamma positive rad2deg real reciprocal
+    relu relu6 remainder round rsqrt selu sgn sigmoid sign signbit silu sin sinc sinh softshrink sqrt square
     sub tan tanh threshold trunc where xlogy add div imag conj glu igamma igammac mvlgamma polar prelu
 
     adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d avg_pool1d avg_pool2d avg_pool3d max_unpool2d
@@ -76,7 +76,6 @@ RENAMED = {
     "linalg_solve": "ops.matrix_solve",
     "linalg_vander": "ops.vander",
     "linalg_vector_norm": "ops.vector_norm linalg.vector_norm",
-    "log_sigmoid": "ops.logsigmoid F.logsigmoid",
     "movedim": "ops.moveaxis",
     "norm": "mint.norm",
     "outer": "ops.ger",
@@ -100,7 +99,8 @@ RENAMED = {
     "where": "ops.select",
 }
 
-# Functions for which ``dtensor_ops.py`` has a neutral operator that also knows blocks without elements.
+# Functions for which ``dtensor_ops.py`` has a neutral operator that also knows blocks without elements, or whose bits
+# are the same on every rank.
 NEUTRALS = {
     "all": "ops.all mint.all",
     "any": "ops.any mint.any",
@@ -110,13 +110,20 @@ NEUTRALS = {
     "cumsum": "ops.cumsum",
     "flip": "ops.flip mint.flip",
     "linear": "ops.dense F.linear",
+    "log": "ops.log mint.log",
+    "log10": "ops.log10 mint.log10",
+    "log2": "ops.log2 mint.log2",
+    "log_sigmoid": "ops.logsigmoid F.logsigmoid",
     "log_softmax": "ops.log_softmax",
     "matmul": "ops.matmul mint.matmul",
     "mean": "ops.mean mint.mean",
+    "mish": "ops.mish F.mish",
     "permute": "ops.permute mint.permute ops.transpose",
+    "pow": "ops.pow mint.pow",
     "prod": "ops.prod mint.prod",
     "reshape": "ops.reshape mint.reshape",
     "softmax": "ops.softmax mint.softmax",
+    "softplus": "ops.softplus F.softplus",
     "sort": "ops.sort",
     "sum": "ops.sum mint.sum",
     "tile": "ops.tile mint.tile",

@@ -16,6 +16,7 @@ from mindspore import Tensor, ops
 
 from hyper_parallel.platform.mindspore import collectives, private_api
 from hyper_parallel.platform.mindspore.memory import write
+from hyper_parallel.platform.mindspore.steady import power
 from hyper_parallel.platform.mindspore.tensors import cat, detached, full, is_meta, tensor_type_cast, zeros
 
 __all__ = [
@@ -130,7 +131,7 @@ def complete_norms(norms: list[Tensor], norm_type: float, group: Any) -> list[Te
         elif norm_type == 0:
             whole = collectives.all_reduce(parts, group, op="sum")
         else:
-            whole = _power(collectives.all_reduce(_power(parts, norm_type), group, op="sum"), 1.0 / norm_type)
+            whole = power(collectives.all_reduce(power(parts, norm_type), group, op="sum"), 1.0 / norm_type)
         return [tensor_type_cast(whole[place], norm.dtype) for place, norm in enumerate(norms)]
 
 
@@ -158,12 +159,7 @@ def _norm(tensor: Tensor, norm_type: float, dtype: Any = None) -> Tensor:
         return tensor_type_cast(sizes != 0, real).sum()
     if norm_type == 2:
         return ops.sqrt((sizes * sizes).sum())
-    return _power(_power(sizes, norm_type).sum(), 1.0 / norm_type)
-
-
-def _power(tensor: Tensor, exponent: float) -> Tensor:
-    """MindSpore would round a Python number to float32, also where it meets float64."""
-    return ops.pow(tensor, full((), exponent, tensor.dtype))
+    return power(power(sizes, norm_type).sum(), 1.0 / norm_type)
 
 
 def _grad_of(parameter: Any) -> Tensor | None:

@@ -91,8 +91,8 @@ class _JoinNorms(_platform.Function):  # type: ignore[name-defined]
 
     @staticmethod
     def forward(ctx: Any, own: Any, p: float, group: Any) -> Any:
-        total = all_reduced(own.clone() if p == 1 else own ** _platform.number_like(p, own), "sum", group)
-        total = total if p == 1 else total ** _platform.number_like(1 / p, total)
+        total = all_reduced(own.clone() if p == 1 else _platform.power(own, p), "sum", group)
+        total = total if p == 1 else _platform.power(total, 1 / p)
         ctx.save_for_backward(own, total)
         ctx.how = (p, group)
         return total
@@ -109,7 +109,7 @@ class _JoinNorms(_platform.Function):  # type: ignore[name-defined]
         is_out = (own == 0) | (total == 0)
         if p < 0:
             is_out = is_out | (own == math.inf)
-        share = (own.masked_fill(is_out, 1) / total.masked_fill(total == 0, 1)) ** _platform.number_like(p - 1, own)
+        share = _platform.power(own.masked_fill(is_out, 1) / total.masked_fill(total == 0, 1), p - 1)
         return gradient * share.masked_fill(is_out, 0), None, None
 
 

@@ -31,7 +31,7 @@ class _CutSoftmax(_platform.Function):  # type: ignore[name-defined]
         shifted = block - highest
         powers = shifted.exp()
         total = all_reduced(powers.sum(dim=dim, keepdim=True), "sum", group)
-        result = shifted - total.log() if of_logarithm else powers / total
+        result = shifted - _platform.logarithm(total) if of_logarithm else powers / total
         ctx.save_for_backward(result)
         ctx.how = (dim, of_logarithm, group)
         return result
@@ -56,7 +56,7 @@ class _CutLogSumExp(_platform.Function):  # type: ignore[name-defined]
         # An infinite maximum is not subtracted: inf - inf would make a NaN of a row whose sum is infinite or zero.
         highest = highest.masked_fill(highest.isinf(), 0)
         total = all_reduced((block - highest).exp().sum(dim=dims, keepdim=True), "sum", group)
-        result = total.log() + highest
+        result = _platform.logarithm(total) + highest
         ctx.save_for_backward(block, result)
         ctx.group = group
         return result
