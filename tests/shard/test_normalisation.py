@@ -179,6 +179,23 @@ def test_half_precision_with_cut_features() -> None:
 
 
 @run_on_ranks(2)
+def test_what_was_normalised_can_be_written_into() -> None:
+    mesh = hp.init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
+    norms = {
+        "layer": lambda x: F.layer_norm(x, (6,)),
+        "rms": lambda x: F.rms_norm(x, (6,)),
+        "group": lambda x: F.group_norm(x, 1),
+        "batch": lambda x: F.batch_norm(x, None, None, training=True),
+    }
+    for name, norm in norms.items():
+        plain = tensor(4, 6).requires_grad_()
+        ours = hp.distribute_tensor(tensor(4, 6).requires_grad_(), mesh, [hp.Shard(0 if name == "batch" else 1)])
+        for x in (plain, ours):
+            (norm(x).relu_() ** 2).sum().backward()
+        torch.testing.assert_close(ours.grad.full_tensor(), plain.grad, msg=lambda text, n=name: f"{n}: {text}")
+
+
+@run_on_ranks(2)
 def test_messages() -> None:
     mesh = hp.init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
     x = hp.distribute_tensor(tensor(5, 3), mesh, [hp.Shard(0)])

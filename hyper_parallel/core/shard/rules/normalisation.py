@@ -96,7 +96,12 @@ class _Normalise(_platform.Function):  # type: ignore[name-defined]
 
 
 def _affine(result: Any, weight: Any, bias: Any, shape: Sequence[int], dtype: Any) -> Any:
-    """The normalised values times weight plus bias, both viewed as ``shape``, in ``dtype``."""
+    """The normalised values times weight plus bias, both viewed as ``shape``, in ``dtype``.
+
+    Always a new tensor, which may be written into: the normalised values themselves are needed for the gradient.
+    """
+    if weight is None and bias is None and result.dtype == dtype:
+        return result.clone()
     if weight is not None:
         result = result * weight.reshape(shape)
     if bias is not None:
