@@ -232,8 +232,9 @@ class DistributedTensorSupport(ABC):
         return None
 
     @staticmethod
-    def would_be_view(func: Any, args: Any, kwargs: Any, shape: Any, block: Any) -> bool:
-        """Whether ``func`` of a whole tensor, whose blocks lie as ``block`` says, shares memory on one device."""
+    def would_be_view(calls: Any, shape: Any, block: Any) -> bool:
+        """Whether the result of the last call shares memory with its argument on one device: the first is given a whole
+        tensor whose blocks lie as ``block`` says, and each other one what the one before it gives."""
         return False
 
     # ------------------------------ distributed tensors: moving blocks (results come from ``wait()``; no gradients)

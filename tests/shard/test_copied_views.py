@@ -38,6 +38,10 @@ VIEWS = {
     "of a view": lambda x: x[1:5][1:3],
     "view of a view": lambda x: x[0:2].view(-1),
     "transposed view": lambda x: x[3:5].t()[0],
+    "part of a row": lambda x: x[3][1:3],
+    "flattened part of a transposed, a copy": lambda x: x.t()[1:3].flatten(),
+    "contiguous part of a transposed, a copy": lambda x: x.t()[1:3].contiguous(),
+    "flattened rows of a part of a transposed": lambda x: x.t()[1:4].t().flatten()[2:],
     "detached": lambda x: x.detach()[1:3],
     "detached view": lambda x: x[1:3].detach(),
     "data of a view": lambda x: x[1:3].data,
@@ -164,7 +168,14 @@ def test_a_view_of_a_leaf_cannot_be_written_into() -> None:
             leaf[row].mul_(2.0)
     with torch.no_grad():
         leaf[4].mul_(2.0)
-    torch.testing.assert_close(leaf.full_tensor()[4], _base()[4] * 2)
+    leaf[1:3].detach().mul_(3.0)
+    copied = leaf.t()[:, 0:2].flatten()
+    copied += 1.0
+    expected = _base()
+    expected[4] *= 2.0
+    expected[1:3] *= 3.0
+    torch.testing.assert_close(leaf.detach().full_tensor(), expected)
+    torch.testing.assert_close(copied.detach().full_tensor(), expected.t()[:, 0:2].flatten() + 1.0)
 
 
 @run_on_ranks(2)

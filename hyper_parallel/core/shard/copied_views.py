@@ -10,12 +10,15 @@ look.
 
 ``reshape`` and its like give a view where the elements lie so that it is possible, and else a copy. That is asked only
 when it matters, of the rank that holds the first block. A block with one row of a cut dim can be a view where the whole
-is not: the transpose of (4, 2), cut to (4, 1), is contiguous on each rank. There the result gets memory of its own.
+is not: the transpose of (4, 2), cut to (4, 1), is contiguous on each rank. There the result gets memory of its own. So
+does every ``reshape`` of a copied view, which is contiguous where the view on one device may not be, and every view of
+a copied view that is a pending sum: the sum may be done in the memory of one and not of the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +44,6 @@ class _Source:
     index: int | None
     version: int | None  # of the base when the view was last like it
     shares: bool  # the view lies in the memory of its base, which is such a view itself
-    block: Any  # how the base's block lies in memory
     is_view: bool | None = None  # None: not asked yet
 
     def call(self, base: Any) -> Any:
@@ -55,9 +57,12 @@ class _Source:
         return self.is_view
 
     def _ask_first_rank(self) -> bool:
-        mesh = self.base.device_mesh
-        shape = tuple(self.base.shape)
-        answer = _platform.would_be_view(self.func, self.args, self.kwargs, shape, self.block)
+        calls, base = [self.call], self.base
+        while isinstance(base, CopiedView) and base._source is not None:
+            calls.insert(0, base._source.call)
+            base = base._source.base
+        answer = _would_be_view(base, *calls)
+        mesh = base.device_mesh
         if mesh.size() == 1:
             return answer
         sent = _platform.index_tensor([[int(answer)]], mesh.device_type)
@@ -122,6 +127,8 @@ class CopiedView(DTensor):
     def _check_write(self, name: str) -> None:
         root: DTensor = self
         while isinstance(root, CopiedView) and root._source is not None:
+            if root._source.name == "detach" or not root._source.settles_view():
+                return
             root = root._source.base
         if root is not self and root.is_leaf and _platform.needs_grad(root):
             raise RuntimeError(
@@ -148,13 +155,14 @@ class CopiedView(DTensor):
             return
         if not source.settles_view():
             self._source = None
-        elif source.shares:
-            if isinstance(source.base, CopiedView):
+            return
+        with _platform.no_grad() if source.name == "detach" else nullcontext():
+            if not source.shares:
+                self._finish_sum()
+                _write_into(source, self)
+                source.version = _platform.version_of(source.base)
+            elif isinstance(source.base, CopiedView):
                 source.base._write_back()
-        else:
-            self._finish_sum()
-            _write_into(source, self)
-            source.version = _platform.version_of(source.base)
 
     # What reaches the memory without passing through an operator.
 
@@ -216,8 +224,12 @@ def apart_where_copied(
     base, rest, keywords = _base_and_rest(args, kwargs)
     if not _platform.shares_memory(result, base):
         return result
-    shape, block = tuple(base.shape), _platform.block_strides(base)
-    return result if _platform.would_be_view(func, rest, keywords, shape, block) else result.clone()
+    return result if _would_be_view(base, lambda whole: func(whole, *rest, **keywords)) else result.clone()
+
+
+def _would_be_view(base: DTensor, *calls: Callable[..., Any]) -> bool:
+    """Whether the last call gives a view on one device, when each is given what the one before it gives."""
+    return _platform.would_be_view(calls, tuple(base.shape), _platform.block_strides(base))
 
 
 def link(
@@ -243,20 +255,21 @@ def _base_and_rest(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, 
 def _linked(
     name: str, item: Any, func: Any, base: Any, args: Any, kwargs: Any, index: int | None, may_share: bool
 ) -> Any:
-    if not isinstance(item, DTensor) or not isinstance(base, DTensor) or item is base:
+    if not isinstance(item, DTensor) or not isinstance(base, DTensor):
         return item
-    if isinstance(item, CopiedView) and item._source is not None:
+    if item is base and name not in _WHERE_POSSIBLE:
+        return item
+    if item is not base and isinstance(item, CopiedView) and item._source is not None:
         return item
     shares = _platform.shares_memory(item, base)
+    may_share = may_share and name not in _WHERE_POSSIBLE and not base._layout.has_partial
     # A copy of its own, where this rank has the row of which the others have zeros, and where autograd would not let a
     # part of what was gathered be written into.
     if not (shares and may_share) and (shares or _platform.needs_grad(item)):
         item = _platform.as_dtensor(DTensor, _block(item).clone(), item._layout, item._global_shape)
         shares = False
     item.__class__ = CopiedView
-    item._source = _Source(
-        base, name, func, args, kwargs, index, _platform.version_of(base), shares, _platform.block_strides(base)
-    )
+    item._source = _Source(base, name, func, args, kwargs, index, _platform.version_of(base), shares)
     return item
 
 

@@ -49,8 +49,9 @@ def block_strides(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...
     return tuple(plain.shape), plain.stride()
 
 
-def would_be_view(func: Callable[..., Any], args: Sequence[Any], kwargs: Any, shape: Sequence[int], block: Any) -> bool:
-    """Whether ``func`` of a whole tensor, whose blocks lie in memory as ``block`` says, is a view on one device."""
+def would_be_view(calls: Sequence[Callable[[Any], Any]], shape: Sequence[int], block: Any) -> bool:
+    """Whether the last call gives a view on one device: the first is given a whole tensor whose blocks lie in memory as
+    ``block`` says, and each other one what the one before it gives."""
     sizes, strides = block
     whole = [0] * len(sizes)
     here, there = 1, 1  # where the next outer dim would continue without a gap: in the block, in the whole tensor
@@ -62,6 +63,7 @@ def would_be_view(func: Callable[..., Any], args: Sequence[Any], kwargs: Any, sh
         whole[dim] = 2 * there if has_gap else there
         here, there = strides[dim] * max(sizes[dim], 1), whole[dim] * max(shape[dim], 1)
     with torch.inference_mode(False):  # which does not keep track of views
-        whole_tensor = torch.empty_strided(tuple(shape), tuple(whole), device="meta")
-        result = func(whole_tensor, *args, **kwargs)
-    return result is whole_tensor or bool(result._is_view())
+        result = torch.empty_strided(tuple(shape), tuple(whole), device="meta")
+        for call in calls:
+            given, result = result, call(result)
+    return shares_memory(given, result)
