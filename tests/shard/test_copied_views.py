@@ -179,6 +179,17 @@ def test_a_view_of_a_leaf_cannot_be_written_into() -> None:
 
 
 @run_on_ranks(2)
+def test_windows_that_overlap_cannot_be_written_into() -> None:
+    mesh = hp.init_device_mesh("cpu", (2,))
+    x = hp.distribute_tensor(_base(), mesh, [hp.Shard(0)])
+    windows = x.unfold(0, 2, 1)
+    with pytest.raises(RuntimeError, match=r"add_: the windows of unfold overlap.*global shape \(6, 6\) itself"):
+        windows[0].add_(1.0)
+    torch.testing.assert_close(windows.full_tensor(), _base().unfold(0, 2, 1))
+    torch.testing.assert_close(x.full_tensor(), _base())
+
+
+@run_on_ranks(2)
 def test_reading_a_view_costs_no_more() -> None:
     mesh = hp.init_device_mesh("cpu", (2,))
     x = hp.distribute_tensor(_base(), mesh, [hp.Shard(0)])

@@ -50,6 +50,11 @@ class _Source:
         result = self.func(base, *self.args, **self.kwargs)
         return result if self.index is None else result[self.index]
 
+    def has_overlaps(self) -> bool:
+        """Whether an element of the base is several ones of the view."""
+        given = dict(zip(("dimension", "size", "step"), self.args, strict=False)) | self.kwargs
+        return self.name == "unfold" and given["size"] > given["step"]
+
     def settles_view(self) -> bool:
         """Whether it is a view on one device too; see the note of this file."""
         if self.is_view is None:
@@ -127,6 +132,12 @@ class CopiedView(DTensor):
     def _check_write(self, name: str) -> None:
         root: DTensor = self
         while isinstance(root, CopiedView) and root._source is not None:
+            if root._source.has_overlaps():
+                raise RuntimeError(
+                    f"{name}: the windows of unfold overlap, and what is written into one along a cut dim would not be "
+                    f"seen in the next: write into the tensor of global shape {tuple(root._source.base.shape)} itself, "
+                    f"or into a clone()"
+                )
             if root._source.name == "detach" or not root._source.settles_view():
                 return
             root = root._source.base
