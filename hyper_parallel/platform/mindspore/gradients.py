@@ -16,6 +16,7 @@ from typing import Any
 from mindspore import Tensor
 
 from hyper_parallel.platform.mindspore import private_api, start
+from hyper_parallel.platform.mindspore.second_gradients import hand_on_copies
 from hyper_parallel.platform.mindspore.tensors import full_like
 
 __all__ = ["backward", "get_grad", "grad", "needs_grad", "requires_grad", "set_grad"]
@@ -106,7 +107,12 @@ def _run(
     inputs: tuple[Tensor, ...],
     accumulates: bool,
 ) -> Any:
-    hooks = [] if start.on_ascend() else [node.register_prehook(_take_copies) for node in _leaves(roots)]
+    if start.on_ascend():
+        hooks = []
+    elif create_graph:
+        hooks = hand_on_copies(roots, seeds, _take_copies)
+    else:
+        hooks = [node.register_prehook(_take_copies) for node in _leaves(roots)]
     try:
         if accumulates:
             return private_api.run_backward(roots, seeds, retain_graph, create_graph, inputs)

@@ -21,7 +21,7 @@ from hyper_parallel.platform.mindspore.start import on_ascend
 __all__ = ["log", "log2", "log10", "log_sigmoid", "mish", "pow", "softplus"]
 
 _ONE = Tensor(1.0, ms.float32)
-_log, _log2, _log10, _pow, _xlogy = mint.log, ops.log2, ops.log10, mint.pow, mint.xlogy
+_log, _log2, _log10, _xlogy = mint.log, ops.log2, ops.log10, mint.xlogy
 _softplus, _mish, _log_sigmoid = ops.softplus, ops.mish, ops.logsigmoid
 # Exact, or rounded once; and their gradients come from no power either.
 _SHORT = {
@@ -54,14 +54,14 @@ def log10(input: Any) -> Any:
 def pow(input: Any, exponent: Any) -> Any:
     """``exponent``: a number or a tensor; as exact as in float64, where it is not one of the most frequent numbers."""
     if _is_steady(input) and _is_steady(exponent):
-        return _pow(input, exponent)
+        return input**exponent  # not mint.pow, whose second gradient fails for float64
     if not isinstance(exponent, Tensor):
         short = _SHORT.get(exponent)
-        return short(input) if short is not None else _pow(input.to(ms.float64), _wide(exponent)).to(ms.float32)
+        return short(input) if short is not None else (input.to(ms.float64) ** _wide(exponent)).to(ms.float32)
     if not isinstance(input, Tensor):
-        return _pow(_wide(input), exponent.to(ms.float64)).to(ms.float32)
+        return (_wide(input) ** exponent.to(ms.float64)).to(ms.float32)
     dtype = ms.float64 if ms.float64 in (input.dtype, exponent.dtype) else ms.float32
-    return _pow(input.to(ms.float64), exponent.to(ms.float64)).to(dtype)
+    return (input.to(ms.float64) ** exponent.to(ms.float64)).to(dtype)
 
 
 def power(tensor: Any, exponent: float) -> Any:
