@@ -81,12 +81,12 @@ def check_ops(indices: list[int], trial: Trial) -> list[Outcome]:
     os.environ["PYTORCH_TEST_WITH_SLOW"] = "0"
     mesh = hp.init_device_mesh("cpu", trial.mesh_shape)
     infos = op_infos()
-    with _quick_seeds():
+    with quick_seeds():
         return [_check(infos[index], mesh, trial) for index in indices]
 
 
 @contextmanager
-def _quick_seeds() -> Iterator[None]:
+def quick_seeds() -> Iterator[None]:
     """The database seeds for every sample, and PyTorch notes each seed, with a stack, for devices that may come."""
     with ExitStack() as stack:
         for device in (torch.cuda, torch.xpu):
@@ -96,19 +96,36 @@ def _quick_seeds() -> Iterator[None]:
 
 def _check(info: Any, mesh: Any, trial: Trial) -> Outcome:
     name = full_name(info)
+    before = sum(gathered_ops.values())
+    pick = random.Random(f"{trial.seed}{name}")
+    tried = 0
+    for one, layouts, where in trials_of(info, mesh, trial, pick):
+        tried += 1
+        try:
+            complaint = one.compare(layouts, pick)
+        except Exception:
+            complaint = f"error: {traceback.format_exc(limit=-5)}"
+        if complaint:
+            status = "error" if complaint.startswith("error") else "wrong"
+            return Outcome(name, status, sum(gathered_ops.values()) > before, f"{complaint}\n  under {where}")
+    if not tried:
+        return Outcome(name, "no sample", False, "nothing of such a form and dtype, with dense tensors, ran plainly")
+    return Outcome(name, "right", sum(gathered_ops.values()) > before)
+
+
+def trials_of(info: Any, mesh: Any, trial: Trial, pick: random.Random) -> Iterator[tuple[OneSample, list[Any], str]]:
+    """The samples of an operator that run plainly, with a layout for each tensor and a description of both."""
     dtype = _dtype(info, trial)
     call = _form(info, trial.form)
     if dtype is None or call is None:
-        return Outcome(name, "no sample", False, "it has no such form or dtype on the CPU")
+        return
     gradients = info.supports_autograd and dtype in (torch.float64, torch.complex128) and trial.form != "out"
-    before = sum(gathered_ops.values())
     try:
         samples = _samples(info, dtype, gradients, trial)
-    except Exception:
-        return Outcome(name, "no sample", False, traceback.format_exc(limit=-3))
-    tried = 0
-    pick = random.Random(f"{trial.seed}{name}")
+    except Exception:  # the database has none for this dtype
+        return
     pick.shuffle(samples)
+    tried = 0
     for sample in samples:
         if tried >= trial.num_samples:
             break
@@ -117,7 +134,7 @@ def _check(info: Any, mesh: Any, trial: Trial) -> Outcome:
             continue
         if trial.form == "some_gradients":
             tensors = [tensor.detach() if pick.random() < 0.5 else tensor for tensor in tensors]
-        one = _OneSample(name, call, sample, tensors, gradients, mesh, trial.form, info.name in UNDETERMINED)
+        one = OneSample(full_name(info), call, sample, tensors, gradients, mesh, trial.form, info.name in UNDETERMINED)
         try:
             one.run_plain()
         except Exception:
@@ -131,17 +148,7 @@ def _check(info: Any, mesh: Any, trial: Trial) -> Outcome:
         where = ", ".join(
             f"{tuple(t.shape)} {t.dtype} {layout.placements}" for t, layout in zip(tensors, layouts, strict=True)
         )
-        where += f" and {sample.args} {sample.kwargs}"[:300]
-        try:
-            complaint = one.compare(layouts, pick)
-        except Exception:
-            complaint = f"error: {traceback.format_exc(limit=-5)}"
-        if complaint:
-            status = "error" if complaint.startswith("error") else "wrong"
-            return Outcome(name, status, sum(gathered_ops.values()) > before, f"{complaint}\n  under {where}")
-    if not tried:
-        return Outcome(name, "no sample", False, "no sample with dense tensors of moderate size ran plainly")
-    return Outcome(name, "right", sum(gathered_ops.values()) > before)
+        yield one, layouts, where + f" and {sample.args} {sample.kwargs}"[:300]
 
 
 def _dtype(info: Any, trial: Trial) -> torch.dtype | None:
@@ -214,7 +221,7 @@ def _replaced(tree: Any, new: list[Any]) -> Any:
     return tree
 
 
-class _OneSample:
+class OneSample:
     """One call of an operator, made plainly and with distributed tensors."""
 
     def __init__(

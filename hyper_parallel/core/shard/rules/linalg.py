@@ -33,19 +33,13 @@ _ITEM_DIMS = {
 # An empty batch, which a rank may have where the cut is uneven, is refused by the framework or has no gradient, or one
 # that belongs to another graph than those of the other ranks.
 _NOT_FOR_EMPTY = frozenset({"linalg_cond", "linalg_vander", "ormqr"})
-# These raise where a matrix is singular, not positive definite, or has no finite values.
+# These raise where a matrix is singular, not positive definite, or has no finite values, or pivots are no rows of one.
 _MAY_FAIL = frozenset(
     {
         *("inverse", "linalg_inv", "cholesky", "linalg_cholesky", "svd", "linalg_svd", "linalg_svdvals", "linalg_eigh"),
         *("linalg_eigvalsh", "linalg_eig", "linalg_eigvals", "linalg_pinv", "pinverse", "linalg_matrix_rank"),
-        *(
-            "linalg_cond",
-            "linalg_lu_factor",
-            "linalg_ldl_factor",
-            "linalg_solve",
-            "matrix_power",
-            "linalg_matrix_power",
-        ),
+        *("linalg_cond", "linalg_lu_factor", "linalg_ldl_factor", "linalg_solve", "linalg_matrix_power"),
+        *("matrix_power", "cholesky_inverse", "lu_solve", "lu_unpack", "linalg_lu_solve", "linalg_ldl_solve"),
     }
 )
 

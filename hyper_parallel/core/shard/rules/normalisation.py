@@ -233,11 +233,14 @@ def batch_norm(call: OpCall) -> Signature | None:
     pooled = labels[:1] + labels[2:] if call.name == "batch_norm" or updates else labels[2:]
     together = _batch_norm if call.name == "batch_norm" else _instance_norm
 
+    def is_ours(planned: LocalCall) -> bool:
+        return is_cut(planned, pooled) or not given["eps"]  # a row of zeros divided by nothing has no finite gradient
+
     def local(planned: LocalCall) -> Any:
-        return together(planned) if is_cut(planned, pooled) else with_spare_rows(planned)
+        return together(planned) if is_ours(planned) else with_spare_rows(planned)
 
     def needs_local(planned: LocalCall) -> bool:
-        return is_cut(planned, pooled) or lacks_rows(planned)
+        return is_ours(planned) or lacks_rows(planned)
 
     return Signature(inputs, (labels,), local=local, needs_local=needs_local, updates=updates)
 

@@ -33,15 +33,27 @@ def _whole_dim(call: OpCall) -> Labels:
     return without(letters(ndim), dim_list(dim, ndim))
 
 
-@rule("sort", "argsort", "topk", "cummax", "cummin", "cumprod", "logcumsumexp")
+@rule("sort", "argsort", "topk")
 def along_dim(call: OpCall) -> Signature | None:
     if call.args[1:] and isinstance(call.args[1], bool):
         return None
     labels = _whole_dim(call)
-    # The gradient of one running product alone belongs to another graph than that of several.
+    return Signature((labels,), (labels,) * len(call.outputs))
+
+
+@rule("cummax", "cummin", "cumprod", "logcumsumexp")
+def running(call: OpCall) -> Signature:
+    """The framework's gradients of nothing, and of one product alone, belong to another graph than those of others."""
+    labels = _whole_dim(call)
     is_alone = call.name.startswith("cumprod") and None in labels and call.outputs[0][labels.index(None)] == 1
     even = frozenset(filter(None, labels)) if is_alone else frozenset()
-    return Signature((labels,), (labels,) * len(call.outputs), even=even, local=with_spare_rows, needs_local=lacks_rows)
+    return Signature(
+        (labels,),
+        (labels,) * len(call.outputs),
+        even=even,
+        local=with_spare_rows,
+        needs_local=lambda planned: planned.mesh.get_coordinate() is not None and lacks_rows(planned),
+    )
 
 
 @rule("cumsum")
