@@ -286,7 +286,7 @@ def test_the_shares_of_boxes_add_up_to_the_checksum(block, monkeypatch):
 @pytest.mark.parametrize(("scratch", "page"), [(1 << 20, 1 << 12), (256, 16), (64, 1)])
 def test_boxes_are_read_to_where_they_belong(tmp_path, monkeypatch, scratch, page):
     monkeypatch.setattr(file_boxes, "_SCRATCH", scratch)
-    monkeypatch.setattr(file_boxes, "_PAGE", page)
+    monkeypatch.setattr(file_boxes, "PAGE", page)
     random = np.random.default_rng(0)
     with contextlib.closing(file_boxes.FileBoxes(tmp_path)) as files:
         for number in range(100):

@@ -424,24 +424,28 @@ def test_a_flipped_byte_is_found_when_no_rank_reads_the_whole_chunk(tmp_path):
     path = tmp_path / "step-1"
     save_once(path)
     rank = get_platform().get_rank()
-    for file in sorted(path.glob("*.safetensors")):
-        size = file.stat().st_size
-        start = 8 + int.from_bytes(file.read_bytes()[:8], "little")
-        get_platform().barrier()
-        for place in {*range(start, size, 3), 0, 9, start - 1, size - 1}:
-            if rank == 0:
-                flip(file, place)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint.FileSystemReader, "page_bytes", 0)  # also of such small ones
+        for file in sorted(path.glob("*.safetensors")):
+            size = file.stat().st_size
+            start = 8 + int.from_bytes(file.read_bytes()[:8], "little")
             get_platform().barrier()
-            with pytest.raises(checkpoint.CorruptCheckpointError, match=f"{file.name}' is damaged"):
-                load_cut(path)
-            get_platform().barrier()
-            if rank == 0:
-                flip(file, place)
+            for place in {*range(start, size, 3), 0, 9, start - 1, size - 1}:
+                if rank == 0:
+                    flip(file, place)
+                get_platform().barrier()
+                with pytest.raises(checkpoint.CorruptCheckpointError, match=f"{file.name}' is damaged"):
+                    load_cut(path)
+                get_platform().barrier()
+                if rank == 0:
+                    flip(file, place)
     get_platform().barrier()
     assert load_cut(path) == 1
 
 
-def test_one_process_that_wants_a_part_checks_the_whole_chunk(tmp_path):
+@pytest.mark.parametrize("page_bytes", [0, 4096])
+def test_one_process_that_wants_a_part_checks_the_whole_chunk(tmp_path, monkeypatch, page_bytes):
+    monkeypatch.setattr(checkpoint.FileSystemReader, "page_bytes", page_bytes)
     mesh = init_device_mesh("cpu", (2,), rank_list=[0, 1], init_backend=False)
     checkpoint.save({"w": torch.arange(8.0)}, checkpoint_id=tmp_path / "a")
     target = {"w": distribute_tensor(torch.zeros(8), mesh, [Shard(0)])}

@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 from crc32c import crc32c
 
+from hyper_parallel.core.distributed_checkpoint.chunks import slices
+
 __all__ = ["crc32c", "crc32c_of", "crc_of_zeros", "share_of_box", "share_of_whole"]
 
 _BLOCK = 1 << 20  # bytes that are looked at in one go
@@ -47,8 +49,7 @@ def crc32c_of(values: np.ndarray[Any, Any], crc: int = 0) -> int:
 
 def share_of_box(values: np.ndarray[Any, Any], offsets: tuple[int, ...], chunk_shape: tuple[int, ...]) -> int:
     """The part that a box of a chunk has in the chunk's checksum."""
-    num_bytes = math.prod(chunk_shape) * values.itemsize
-    return _crc_of_padded(values, offsets, chunk_shape, 0) ^ crc_of_zeros(num_bytes)
+    return _crc_of_padded(values, offsets, chunk_shape, 0) ^ crc_of_zeros(math.prod(chunk_shape) * values.itemsize)
 
 
 def _crc_of_padded(values: np.ndarray[Any, Any], offsets: tuple[int, ...], shape: tuple[int, ...], crc: int) -> int:
@@ -56,19 +57,21 @@ def _crc_of_padded(values: np.ndarray[Any, Any], offsets: tuple[int, ...], shape
     if values.shape == shape:
         return crc32c_of(values, crc)
     row = math.prod(shape[1:]) * values.itemsize
-    crc = _add_zeros(offsets[0] * row, crc)
+    if offsets[0]:
+        crc = _add_zeros(offsets[0] * row, crc)
     if row > _BLOCK:
         for part in values:
             crc = _crc_of_padded(np.asarray(part), offsets[1:], shape[1:], crc)
     else:
         at_once = min(max(1, _BLOCK // row), len(values))
         padded = np.zeros((at_once, *shape[1:]), values.dtype)
-        place = padded[(slice(None), *(slice(at, at + n) for at, n in zip(offsets[1:], values.shape[1:], strict=True)))]
+        place = padded[(slice(None), *slices(offsets[1:], values.shape[1:]))]
         for first in range(0, len(values), at_once):
             rows = values[first : first + at_once]
             place[: len(rows)] = rows
             crc = crc32c(padded[: len(rows)].reshape(-1).view(np.uint8), crc)
-    return _add_zeros((shape[0] - offsets[0] - len(values)) * row, crc)
+    rows_after = shape[0] - offsets[0] - len(values)
+    return _add_zeros(rows_after * row, crc) if rows_after else crc
 
 
 def _in_blocks(values: np.ndarray[Any, Any]) -> Iterator[np.ndarray[Any, Any]]:

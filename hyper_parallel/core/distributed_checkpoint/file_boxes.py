@@ -8,6 +8,7 @@ and what is checked afterwards is what has arrived, not what the file held a mom
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections import OrderedDict
@@ -21,7 +22,7 @@ from hyper_parallel.core.distributed_checkpoint.errors import CorruptCheckpointE
 
 _MAX_OPEN = 64  # files at a time
 _SCRATCH = 1 << 20  # bytes that are read at a time where a box lies in small runs
-_PAGE = 1 << 12  # Runs with less than this between them are read as one: the system reads whole pages anyway.
+PAGE = 1 << 12  # Runs with less than this between them are read as one: the system reads whole pages anyway.
 
 
 class FileBoxes:
@@ -48,19 +49,17 @@ class FileBoxes:
         self, name: str, start: int, shape: Shape, offsets: Shape, sizes: Shape, out: np.ndarray[Any, Any]
     ) -> None:
         """Fill ``out`` with the box of an array of ``shape`` whose first element is at byte ``start`` of a file."""
-        element = out.itemsize
-        strides = [math.prod(shape[dim + 1 :]) * element for dim in range(len(shape))]
-        start += sum(at * stride for at, stride in zip(offsets, strides, strict=True))
-        self._read_spread(name, start, strides, out)
+        first, strides = _places(shape, offsets, out.itemsize)
+        self._read_spread(name, start + first, strides, out)
 
-    def _read_spread(self, name: str, start: int, strides: list[int], out: np.ndarray[Any, Any]) -> None:
+    def _read_spread(self, name: str, start: int, strides: Shape, out: np.ndarray[Any, Any]) -> None:
         """Fill ``out``, whose elements lie ``strides`` bytes apart in the file, the first at byte ``start``."""
         is_flat = out.flags.c_contiguous
-        if is_flat and _span(out, strides) == out.nbytes:
+        if is_flat and _span(out.shape, strides, out.itemsize) == out.nbytes:
             self.read(name, start, _bytes_of(out))
             return
-        row, stride = _span(out[0], strides[1:]), strides[0]
-        if row <= _SCRATCH and stride - row < _PAGE:
+        row, stride = _span(out.shape[1:], strides[1:], out.itemsize), strides[0]
+        if row <= _SCRATCH and stride - row < PAGE:
             self._read_through_scratch(name, start, strides, row, out)
         elif is_flat and row * len(out) == out.nbytes:
             data, descriptor = _bytes_of(out), self._descriptor(name)
@@ -72,15 +71,14 @@ class FileBoxes:
             for number, part in enumerate(out):
                 self._read_spread(name, start + number * stride, strides[1:], part)
 
-    def _read_through_scratch(
-        self, name: str, start: int, strides: list[int], row: int, out: np.ndarray[Any, Any]
-    ) -> None:
+    def _read_through_scratch(self, name: str, start: int, strides: Shape, row: int, out: np.ndarray[Any, Any]) -> None:
         if not len(self._scratch):
             self._scratch = np.empty(_SCRATCH, np.uint8)
         at_once = 1 + (_SCRATCH - row) // strides[0]
         for first in range(0, len(out), at_once):
             part = out[first : first + at_once]
-            self.read(name, start + first * strides[0], self._scratch[: _span(part, strides)].data)
+            span = _span(part.shape, strides, part.itemsize)
+            self.read(name, start + first * strides[0], self._scratch[:span].data)
             part[...] = np.ndarray(part.shape, part.dtype, self._scratch, strides=strides)
 
     def _descriptor(self, name: str) -> int:
@@ -105,9 +103,17 @@ class FileBoxes:
     __del__ = close
 
 
-def _span(out: Any, strides: list[int]) -> int:
+@functools.lru_cache(maxsize=4096)
+def _places(shape: Shape, offsets: Shape, element: int) -> tuple[int, Shape]:
+    """How many bytes after the first element of an array a box starts, and how far its elements are apart."""
+    strides = tuple(math.prod(shape[dim + 1 :]) * element for dim in range(len(shape)))
+    return sum(at * stride for at, stride in zip(offsets, strides, strict=True)), strides
+
+
+@functools.lru_cache(maxsize=4096)
+def _span(sizes: Shape, strides: Shape, element: int) -> int:
     """From the first byte to the last of elements that lie ``strides`` bytes apart."""
-    return out.itemsize + sum((size - 1) * stride for size, stride in zip(out.shape, strides, strict=True))
+    return element + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
 
 
 def _bytes_of(out: np.ndarray[Any, Any]) -> memoryview:

