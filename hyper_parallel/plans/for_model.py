@@ -16,7 +16,7 @@ from typing import Any
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard
 from hyper_parallel.core.tensor_parallel.part_styles import FusedColwiseParallel
 from hyper_parallel.core.tensor_parallel.style import ColwiseParallel, ParallelStyle, RowwiseParallel
-from hyper_parallel.plans.roles import PlanError, Roles, read_roles
+from hyper_parallel.plans.roles import BY_HAND, PlanError, Roles, read_roles
 from hyper_parallel.plans.styles import (
     ComputedWhole,
     CutAttention,
@@ -153,7 +153,7 @@ def _nothing_to_cut(model: Any) -> str:
     where = f"; its largest parameter is {name} of {largest!r}" if name else ", and it has no parameters"
     return (
         f"plans.for_model: found no linear layers in {type(model).__name__} of which one leads into the other"
-        f"{where}. Write a plan by hand: a dict from paths to ColwiseParallel() and RowwiseParallel()"
+        f"{where}: {BY_HAND}"
     )
 
 

@@ -58,6 +58,9 @@ class Roles:
     heads: list[str] = field(default_factory=list)
 
 
+BY_HAND = "write a plan by hand, a dict from paths to ColwiseParallel() and RowwiseParallel()"
+
+
 class PlanError(ValueError):
     """No plan could be made; the message names the module that stopped it."""
 
@@ -84,8 +87,7 @@ def read_roles(model: Any, keep_whole: Iterable[str]) -> Roles:
             return roles
         what = "it" if len(answer) == 1 else "what cannot be told"
         leave = f"Leave {what} whole with keep_whole={answer}, or write its styles into the plan"
-        by_hand = "Nothing is left then that can: write a plan by hand, a dict from paths to styles"
-        raise PlanError(f"{first}. {leave if roles.columns or roles.attentions else by_hand}")
+        raise PlanError(f"{first}. {leave if roles.columns or roles.attentions else f'Nothing else can: {BY_HAND}'}")
 
 
 def _read_roles(model: Any, keep_whole: Iterable[str]) -> Roles:

@@ -60,6 +60,7 @@ def test_every_collective_is_written_down():
         "sent_bytes": 24,
         "async_op": True,
         "asked_by": "explicit",
+        "chosen": "",
     }
     names = ",".join(map(str, pair))
     assert (
@@ -90,6 +91,12 @@ def test_who_asked():
     reasons = [record.asked_by for record in recorder.records]
     assert reasons[0] == "explicit"
     assert reasons[1] == "implicit for add"
+    chosen = recorder.records[1].chosen
+    assert re.fullmatch(
+        r"argument (0 from \[dp, -\] to \[-, dp\]|1 from \[-, dp\] to \[dp, -\]); cheapest of 3, modelled cost [\d.]+",
+        chosen,
+    ), chosen
+    assert f"implicit for add: {chosen}" in recorder.table()
     assert "backward of redistribute" in reasons[2:-1]
     assert reasons[-1] == "my pipeline"
 

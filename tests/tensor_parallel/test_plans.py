@@ -281,7 +281,7 @@ class Odd(nn.Module):
         ),
         (
             nn.ModuleList([nn.Conv2d(1, 2, 3), nn.LSTM(4, 4)]),
-            r"cannot tell how to cut '0', a Conv2d .*Nothing is left then that can: write a plan by hand",
+            r"cannot tell how to cut '0', a Conv2d .*Nothing else can: write a plan by hand, a dict from paths to Col",
         ),
         (
             Odd(nn.LSTM(4, 4)),

@@ -25,11 +25,12 @@ class CommRecord:
     sent_bytes: int  # what this rank puts on the wire, for a ring or pairwise algorithm
     async_op: bool
     asked_by: str  # "explicit", "implicit for <op>", "backward of ..."
+    chosen: str = ""  # of an operator that moved its inputs: how, and why so
 
 
 class _Asking(threading.local):
     def __init__(self) -> None:
-        self.reasons: list[str] = []
+        self.reasons: list[tuple[str, str]] = []  # who, and what it chose
 
 
 _asking = _Asking()
@@ -42,20 +43,20 @@ def is_recording() -> bool:
 
 
 @contextmanager
-def asked_by(reason: str) -> Iterator[None]:
+def asked_by(reason: str, chosen: str = "") -> Iterator[None]:
     """Collectives inside are recorded as asked for by ``reason``; the outermost reason of a thread counts."""
-    _asking.reasons.append(reason)
+    _asking.reasons.append((reason, chosen))
     try:
         yield
     finally:
         _asking.reasons.pop()
 
 
-def because(reason: str, function: Callable[..., Any], *args: Any) -> Any:
+def because(reason: str, function: Callable[..., Any], *args: Any, chosen: Callable[[], str] | None = None) -> Any:
     """``function(*args)``, its communication put down to ``reason`` when somebody records."""
     if not _num_recording:
         return function(*args)
-    with asked_by(reason):
+    with asked_by(reason, "" if chosen is None else chosen()):
         return function(*args)
 
 
@@ -90,9 +91,10 @@ class CommRecorder:
         _num_recording -= 1
 
     def _record(self, op: str, ranks: list[int], shape: Any, dtype: str, num_bytes: int, async_op: bool) -> None:
-        reason = _asking.reasons[0] if _asking.reasons else "explicit"
+        reason, chosen = _asking.reasons[0] if _asking.reasons else ("explicit", "")
         sent = sent_bytes(op, num_bytes, len(ranks))
-        self.records.append(CommRecord(op, tuple(ranks), tuple(shape), dtype, num_bytes, sent, async_op, reason))
+        what = (op, tuple(ranks), tuple(shape), dtype, num_bytes, sent, async_op)
+        self.records.append(CommRecord(*what, reason, chosen))
 
     @property
     def total_bytes(self) -> int:
@@ -118,7 +120,7 @@ class CommRecorder:
                 "x".join(map(str, r.shape)) or "-",
                 r.dtype,
                 str(r.sent_bytes),
-                r.asked_by,
+                f"{r.asked_by}: {r.chosen}" if r.chosen else r.asked_by,
             )
             for r in self.records
         ]

@@ -321,9 +321,13 @@ class Layout:
         sizes = ", ".join(f"{self.mesh.axis_label(a)}={n}" for a, n in enumerate(self.mesh.shape))
         if self.dim_axes is None:
             return f"Layout(mesh ({sizes}))"
-        dims = ", ".join("-" if not axes else "*".join(map(self.mesh.axis_label, axes)) for axes in self.dim_axes)
+        return f"Layout(mesh ({sizes}), dims {self.described_dims()})"
+
+    def described_dims(self) -> str:
+        """What is said of the dims: ``[dp, -]``, ``[-, -], pending sum over tp``."""
+        dims = ", ".join("-" if not axes else "*".join(map(self.mesh.axis_label, axes)) for axes in self.cuts)
         pending = ", ".join(f"{op} over {self.mesh.axis_label(a)}" for a, op in enumerate(self.partials) if op)
-        return f"Layout(mesh ({sizes}), dims [{dims}]{', pending ' + pending if pending else ''})"
+        return f"[{dims}]{', pending ' + pending if pending else ''}"
 
     def __reduce__(self) -> Any:
         return Layout._intern, (self.mesh, self.dim_axes, self.partials)

@@ -184,14 +184,14 @@ class PlannedCall:
         self.local = signature.local
         self.writes = written_input(call, signature) is not None
         self.shapes = tuple(spec.shape for spec in call.tensors)
-        # (path, wanted layout, axes to vary along, whether it must move) of the arguments that do not go in as they are
+        # (path, wanted layout, axes to vary along, layout to move from) of the arguments that do not go in as they are
         self.changes = [
-            (path, target, axes, spec.layout is not target)
+            (path, target, axes, None if spec.layout is target else spec.layout)
             for path, spec, target, axes in zip(paths, call.tensors, choice.inputs, choice.varies, strict=True)
             if spec.layout is not target or axes
         ]
         self.changes_positional = all(len(path) == 1 and isinstance(path[0], int) for path, *_ in self.changes)
-        self.moves = any(change[3] for change in self.changes)
+        self.moves = any(change[3] is not None for change in self.changes)
         self.output_layouts = choice.outputs
         self.output_shapes = tuple(_platform.list_to_size(shape) for shape in call.outputs)
         self.updates = [index for index in signature.updates if call.tensors[index].layout is not choice.inputs[index]]
@@ -250,7 +250,7 @@ class PlannedCall:
             if self.moves:
                 finish_checks()
                 check_implicit(self.name, self.choice)
-                args, kwargs = because(f"implicit for {self.name}", self._change, args, kwargs)
+                args, kwargs = because(f"implicit for {self.name}", self._change, args, kwargs, chosen=self._chosen)
             else:
                 args, kwargs = self._change(args, kwargs)
         if self.rewritten is not None:
@@ -261,6 +261,15 @@ class PlannedCall:
         for index in self.updates:
             self._bring_back(self._argument(index, *given), self._argument(index, args, kwargs), index)
         return result
+
+    def _chosen(self) -> str:
+        """How the arguments move, and why so."""
+        moves = [
+            f"argument {'.'.join(map(str, path))} from {source.described_dims()} to {target.described_dims()}"
+            for path, target, _, source in self.changes
+            if source is not None
+        ]
+        return f"{'; '.join(moves)}; cheapest of {self.choice.num_ways}, modelled cost {self.choice.cost:.3g}"
 
     def _run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.local is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hyper_parallel.core.dtensor.layout import DimAxes, Layout, Shape
@@ -27,20 +27,23 @@ class Choice:
     axes: LetterAxes
     varies: tuple[tuple[int, ...], ...]  # per input: axes on which it is whole while the operator varies
     cost: float
+    num_ways: int = field(default=1, compare=False)  # how many there were to choose from
 
 
 def choose(call: OpCall, signature: Signature, kept: int | None = None) -> Choice | None:
     """The cheapest legal choice; None when there is none. ``kept`` is an input that the operator writes into."""
     best: tuple[tuple[float, int], Choice] | None = None
+    num_ways = 0
     completion = _Completion(call, signature, kept)
     for axes in _assignments(call, signature):
+        num_ways += 1
         choice = completion.complete(axes, math.inf if best is None else best[0][0])
         if choice is None:
             continue
         rank = (choice.cost, _memory(call, choice))
         if best is None or rank < best[0]:
             best = (rank, choice)
-    return None if best is None else best[1]
+    return None if best is None else replace(best[1], num_ways=num_ways)
 
 
 def _assignments(call: OpCall, signature: Signature) -> Iterator[dict[str, tuple[int, ...]]]:
