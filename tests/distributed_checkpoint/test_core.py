@@ -338,6 +338,20 @@ def test_latest_and_keep_last(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["notes.txt", "step-10", "step-100", "step-1000"]
 
 
+def test_links_are_other_names_of_checkpoints(tmp_path):
+    runs, elsewhere = tmp_path / "runs", tmp_path / "elsewhere"
+    for step in (2, 3, 4):
+        checkpoint.save({"s": step}, checkpoint_id=runs / f"step-{step}")
+    checkpoint.save({"s": 1}, checkpoint_id=elsewhere)
+    (runs / "newest").symlink_to("step-4")
+    (runs / "step-1").symlink_to(elsewhere)
+    (runs / "loop").symlink_to("loop")
+    assert [path.name for path in checkpoint.checkpoints(runs)] == [f"step-{step}" for step in (1, 2, 3, 4)]
+    assert [path.name for path in checkpoint.keep_last(runs, 2)] == ["step-1", "step-2"]
+    assert sorted(path.name for path in runs.iterdir()) == ["loop", "newest", "step-3", "step-4"]
+    assert checkpoint.verify(runs / "newest") == checkpoint.verify(elsewhere) == []
+
+
 def test_files_of_others_are_left_alone(tmp_path):
     root = tmp_path / "step-1"
     root.mkdir()

@@ -26,7 +26,8 @@ def checkpoints(directory: CheckpointId, **storage_options: Any) -> list[Any]:
     """The checkpoints in a directory, the oldest first: paths, or URLs where ``directory`` is one that fsspec knows.
 
     Ordered by the last number in their names (``step-9`` before ``step-10``), those without a number first; equal ones
-    by the time they were committed, where that is known. ``storage_options`` go to fsspec.
+    by the time they were committed, where that is known. Links to others of them, such as ``newest -> step-10``, are
+    left out. ``storage_options`` go to fsspec.
     """
     if storage_for(directory) == "fsspec":
         names = _fsspec_storage().checkpoint_names(os.fspath(directory), **storage_options)
@@ -37,6 +38,8 @@ def checkpoints(directory: CheckpointId, **storage_options: Any) -> list[Any]:
         return []
     found = []
     for entry in root.iterdir():
+        if entry.is_symlink() and os.path.dirname(os.path.realpath(entry)) == os.path.realpath(root):
+            continue  # another name of one that is here
         with contextlib.suppress(OSError):
             found.append((_number(entry.name), (entry / METADATA_FILE).stat().st_mtime_ns, entry))
     return [entry for *_, entry in sorted(found)]
@@ -51,13 +54,16 @@ def latest(directory: CheckpointId, **storage_options: Any) -> Any:
 def keep_last(directory: CheckpointId, num: int, **storage_options: Any) -> list[Any]:
     """Remove all checkpoints in ``directory`` but the newest ``num``; those that were removed.
 
-    Call it on one rank, after a save. The metadata goes first, so that a checkpoint is never half there.
+    Call it on one rank, after a save. The metadata goes first, so that a checkpoint is never half there. Of a link to a
+    checkpoint elsewhere only the link is removed.
     """
     if num < 1:
         raise ValueError(f"keep_last({str(directory)!r}, {num}): at least 1 checkpoint must be kept")
     removed = checkpoints(directory, **storage_options)[:-num]
     for checkpoint in removed:
-        if isinstance(checkpoint, Path):
+        if isinstance(checkpoint, Path) and checkpoint.is_symlink():
+            checkpoint.unlink()
+        elif isinstance(checkpoint, Path):
             (checkpoint / METADATA_FILE).unlink()
             shutil.rmtree(checkpoint)
         else:
