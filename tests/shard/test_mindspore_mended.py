@@ -79,3 +79,21 @@ def test_logarithms_and_powers_round_alike_at_every_call():
         assert len(found) == 1, name
         np.testing.assert_allclose(values, expected.asnumpy(), 2e-5, err_msg=name)
         np.testing.assert_allclose(gradient, hp.grad_of(plain).asnumpy(), 2e-5, err_msg=name)
+
+
+@run_on_ranks(2)
+def test_kernels_that_refuse_blocks_without_elements():
+    """One rank has no column; its gradients of zeros still take part in the sums of the others."""
+    mesh = hp.init_device_mesh("cpu", (2,))
+    column, row = np.arange(3.0).reshape(3, 1) - 1.5, np.array([[0.25]])
+    for function in (ops.maximum, ops.minimum):
+        plain = [Tensor(column), Tensor(row)]
+        cut = [hp.distribute_tensor(Tensor(column), mesh, [hp.Shard(1)])]
+        cut.append(hp.distribute_tensor(Tensor(row), mesh, [hp.Replicate()]))
+        for x, y in (plain, cut):
+            x.requires_grad_()
+            y.requires_grad_()
+            result = function(x, y)
+            hp.backward((result * result).sum())
+        for mine, wanted in zip(cut, plain, strict=True):
+            np.testing.assert_allclose(hp.grad_of(mine).full_tensor().asnumpy(), hp.grad_of(wanted).asnumpy())

@@ -36,6 +36,9 @@ def result_wrapper(
     del brings_blocks  # a block is never turned into a DTensor itself, so it may be returned as it is
     layout, shape = (layouts[0], tuple(shapes[0])) if layouts else (None, None)
     gives_nothing = _gives_nothing(layouts, shapes)
+    local_shapes = (
+        [one.local_shape(tuple(of)) for one, of in zip(layouts, shapes, strict=True)] if gives_nothing else []
+    )
     # Found at the first call, since all calls of a plan have the same operator and blocks of the same sizes.
     writes: bool | None = None
     instead: Callable[..., Any] | None = None
@@ -50,7 +53,8 @@ def result_wrapper(
             if not any(map(has_no_elements, _tensors_in(blocks))):
                 instead = getattr(func, "on_elements", None)
         if gives_nothing:
-            result = _of_nothing(func, blocks, {name: _block(value) for name, value in kwargs.items()})
+            named = {name: _block(value) for name, value in kwargs.items()}
+            result = _of_nothing(func, blocks, named, local_shapes)
         elif kwargs:
             result = func(*blocks, **{name: _block(value) for name, value in kwargs.items()})
         else:
@@ -86,21 +90,39 @@ def _gives_nothing(layouts: tuple[Any, ...], shapes: tuple[Any, ...]) -> bool:
     return all(0 in layout.local_shape(tuple(shape)) for layout, shape in zip(layouts, shapes, strict=True))
 
 
-def _of_nothing(func: Callable[..., Any], blocks: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Results without elements; every argument gets a gradient of zeros. See Note [Sums over nothing]."""
+def _of_nothing(
+    func: Callable[..., Any], blocks: list[Any], kwargs: dict[str, Any], shapes: list[tuple[int, ...]]
+) -> Any:
+    """Results without elements, of these shapes, for which every argument gets a gradient of zeros.
+
+    See Note [Sums over nothing]. Kernels that refuse blocks without elements are given one row of zeros instead.
+    """
     if not blocks:  # a local implementation of a rule, whose blocks are silent already
         return func()
-    tensors = _tensors_in([*blocks, *kwargs.values()])
     if func.__name__[-1:] == "_":
         return func(*blocks, **kwargs)
     with private_api.no_grad():
-        result = func(*blocks, **kwargs)
+        try:
+            result = func(*blocks, **kwargs)
+        except _REFUSALS:
+            named_rows = {name: _with_row(value) for name, value in kwargs.items()}
+            result = func(*map(_with_row, blocks), **named_rows)
+    tensors = _tensors_in([*blocks, *kwargs.values()])
     if isinstance(result, Tensor):
-        return zeros_of(result.shape, result.dtype, *tensors)
+        return zeros_of(shapes[0], result.dtype, *tensors)
     if isinstance(result, (tuple, list)):
-        made = [zeros_of(one.shape, one.dtype, *tensors) if isinstance(one, Tensor) else one for one in result]
+        described = iter(shapes)
+        made = [zeros_of(next(described), one.dtype, *tensors) if isinstance(one, Tensor) else one for one in result]
         return getattr(result, "_make", type(result))(made)
     return result
+
+
+def _with_row(value: Any) -> Any:
+    """The value with one element along each dim of size zero of the tensors in it."""
+    if isinstance(value, (tuple, list)):
+        return type(value)([_with_row(item) for item in value])
+    is_empty = isinstance(value, Tensor) and has_no_elements(value)
+    return zeros_of([max(size, 1) for size in value.shape], value.dtype) if is_empty else value
 
 
 def _tensors_in(values: Any) -> list[Any]:
