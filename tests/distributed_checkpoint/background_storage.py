@@ -1,9 +1,10 @@
-"""Storage that waits or fails on purpose. Writer processes import this file, so it must not need a framework."""
+"""Storage that waits or fails on purpose, and how writer processes are watched. They import this file, so it must not
+need a framework."""
 
 import errno
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hyper_parallel.core.distributed_checkpoint.filesystem import FileSystemWriter
@@ -47,3 +48,23 @@ class DyingWriter(FileSystemWriter):
         super().write_file(name, buffers)
         if self._part in name:
             os.kill(os.getpid(), 9)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    while not condition():
+        time.sleep(0.005)
+
+
+def kernel_state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return kernel_state(pid) != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def num_files(folder: Path) -> int:
+    return len([name for name in os.listdir(folder) if name != "metadata.json"])

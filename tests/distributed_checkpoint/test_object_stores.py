@@ -12,10 +12,11 @@ from fsspec.implementations.memory import MemoryFileSystem
 from moto.server import ThreadedMotoServer
 from typer.testing import CliRunner
 
-from hyper_parallel import Replicate, Shard, checkpoint, distribute_tensor, init_device_mesh
+from hyper_parallel import Replicate, Shard, checkpoint, init_device_mesh
 from hyper_parallel.cli.main import app
 from hyper_parallel.core.distributed_checkpoint import fsspec_storage
 from hyper_parallel.platform import get_platform
+from tests.frameworks import distribute_tensor, equal, ours
 from tests.world import run_on_ranks
 
 
@@ -29,15 +30,15 @@ def memory():
 
 
 def save_step(url, step, **options):
-    state = {"w": torch.arange(6.0) + step, "none": None, "step": step}
+    state = {"w": ours(torch.arange(6.0) + step), "none": None, "step": step}
     writer = checkpoint.FsspecWriter(**options)
     checkpoint.save(state, checkpoint_id=f"{url}/step-{step}", storage_writer=writer, no_dist=True)
 
 
 def step_of(url, **options):
-    target = {"w": torch.zeros(6), "none": 1, "step": None}
+    target = {"w": ours(torch.zeros(6)), "none": 1, "step": None}
     checkpoint.load(target, checkpoint_id=url, storage_reader=checkpoint.FsspecReader(**options), no_dist=True)
-    assert torch.equal(target["w"], torch.arange(6.0) + target["step"])
+    assert equal(target["w"], torch.arange(6.0) + target["step"])
     assert target["none"] is None
     return target["step"]
 
@@ -96,7 +97,7 @@ def test_a_write_that_fails_leaves_the_older_checkpoint(memory, monkeypatch):
     opened = MemoryFileSystem._open
     monkeypatch.setattr(MemoryFileSystem, "_open", fail)
     with pytest.raises(OSError, match=r"cannot write the checkpoint file '.*metadata': .*no room"):
-        checkpoint.save({"w": torch.zeros(3)}, checkpoint_id=f"{memory}/step-1", no_dist=True)
+        checkpoint.save({"w": ours(torch.zeros(3))}, checkpoint_id=f"{memory}/step-1", no_dist=True)
     assert dict(MemoryFileSystem.store) == whole
     assert step_of(f"{memory}/step-1") == 1
 
@@ -122,7 +123,7 @@ def test_saves_that_meet_leave_one_of_them_whole(memory):
             super().discard(names)
 
     def state_of(step):
-        return {"w": torch.arange(6.0) + step, "none": None, "step": step}
+        return {"w": ours(torch.arange(6.0) + step), "none": None, "step": step}
 
     for moment, stays in (("data written", 1), ("metadata written", 1), ("committed", 2)):
         writer = Meeting()
@@ -208,7 +209,7 @@ def test_a_rank_reads_what_it_needs_and_replicas_once(tmp_path):
         Counted.num_bytes = 0
         checkpoint.load(target, checkpoint_id=url, storage_reader=checkpoint.FsspecReader(**options))
         for name, value in whole.items():
-            assert torch.equal(target[name].full_tensor(), value), name
+            assert equal(target[name].full_tensor(), value), name
         read, needed = Counted.num_bytes, sum(value.to_local().numel() * 4 for value in target.values())
         everybody = [None] * 4
         platform.all_gather_object(everybody, (read, needed))
@@ -246,7 +247,7 @@ def test_in_an_object_store(bucket):
 
 
 def test_in_the_background_to_an_object_store(bucket):
-    state = {"w": torch.arange(6.0), "none": None, "step": 0}
+    state = {"w": ours(torch.arange(6.0)), "none": None, "step": 0}
     writer = checkpoint.FsspecWriter(**bucket)
     checkpoint.async_save(state, checkpoint_id="s3://bucket/background", storage_writer=writer, no_dist=True).result()
     assert step_of("s3://bucket/background", **bucket) == 0

@@ -50,12 +50,20 @@ _IMPORTS = {
 }
 
 
+_ONLY_ON = re.compile(r'^only_on = "(\w+)"  # .', re.MULTILINE)
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """A file that imports one framework by name is about that one, unless it goes through ``tests.frameworks``."""
+    """A file that imports one framework by name is about that one, unless it goes through ``tests.frameworks``.
+
+    ``only_on = "torch"  # why`` says so in words.
+    """
     if not collection_path.name.startswith("test_") or collection_path.suffix != ".py":
         return None
     source = collection_path.read_text()
     tested = config.getoption("--platform")
+    if (only := _ONLY_ON.search(source)) is not None:
+        return True if only[1] != tested else None
     if "from tests.frameworks import" in source:
         return None
     if collection_path.parent.name in ("tests", "world") and tested != "torch":
