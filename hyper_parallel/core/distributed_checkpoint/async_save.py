@@ -5,9 +5,11 @@ from __future__ import annotations
 import atexit
 import contextlib
 import itertools
+import os
 import pickle
 import sys
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
 from hyper_parallel.core.distributed_checkpoint.agreement import Agreement
@@ -61,29 +63,29 @@ def async_save(
     if if_busy not in ("wait", "refuse"):
         raise ValueError(f"if_busy is 'wait' or 'refuse', got {if_busy!r}")
     agreement = make_agreement(no_dist, use_collectives, checkpoint_id, "save")
-    background = _Background.of(agreement)
     try:
+        background = _Background.of(agreement)
         storage_writer = storage_writer if storage_writer is not None else default_writer(checkpoint_id)
         real_writer = _packed_writer(storage_writer)
         place = absolute_path(checkpoint_id) if isinstance(storage_writer, FileSystemWriter) else checkpoint_id
-        if if_busy == "wait":
-            background.wait_for_last()
-        prepared = prepare_save(
-            state_dict,
-            checkpoint_id,
-            _NoWriter(),
-            planner,
-            agreement,
-            background.readiness(),
-            background.known_plan,
-            background.begin_copy,
-        )
-        background.make_ready(agreement, *prepared.decision)
-        handle = AsyncSave(background, prepared, checkpoint_id)
-        background.start(handle, prepared, real_writer, place)
-        return handle
+        with background.turn():
+            if if_busy == "wait":
+                background.wait_for_last()
+            prepared = prepare_save(
+                state_dict,
+                checkpoint_id,
+                _NoWriter(),
+                planner,
+                agreement,
+                background.readiness(),
+                background.known_plan,
+                background.begin_copy,
+            )
+            background.make_ready(agreement, *prepared.decision)
+            handle = AsyncSave(background, prepared, checkpoint_id)
+            background.start(handle, prepared, real_writer, place)
+            return handle
     finally:
-        background.forget_copy()
         agreement.close()
 
 
@@ -146,8 +148,10 @@ class _Background:
     """
 
     _all: ClassVar[dict[Any, _Background]] = {}
+    _looking: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._process: WriterProcess | None = None
         self._handle: AsyncSave | None = None
         self._copying: Copying | None = None
@@ -156,6 +160,11 @@ class _Background:
 
     @classmethod
     def of(cls, agreement: Agreement) -> _Background:
+        with cls._looking:
+            return cls._of(agreement)
+
+    @classmethod
+    def _of(cls, agreement: Agreement) -> _Background:
         alone = agreement.world_size == 1
         key = "alone" if alone else (agreement.rank, agreement.world_size, get_platform().world_generation())
         if key not in cls._all:
@@ -166,6 +175,16 @@ class _Background:
                     cls._all.pop(old).finish()
             cls._all[key] = cls()
         return cls._all[key]
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """One thread starts a save at a time; a copy that it has begun ends with its turn, wanted or not."""
+        with self._lock:
+            self._forget_copy()  # The last turn may have been interrupted while it waited for this.
+            try:
+                yield
+            finally:
+                self._forget_copy()
 
     def wait_for_last(self) -> None:
         """Wait for the save before, if there is one."""
@@ -217,8 +236,7 @@ class _Background:
             with contextlib.suppress(Exception):  # It will come again, when it can be told.
                 self._copying = Copying(stage(planner, plan, copy=False), process)
 
-    def forget_copy(self) -> None:
-        """A copy that was begun ends, wanted or not."""
+    def _forget_copy(self) -> None:
         if self._copying is not None:
             self._copying.wait()
             self._copying = None
@@ -232,8 +250,8 @@ class _Background:
         copying = self._copying
         try:
             if not is_as_before or copying is None or copying.process is not process:
-                self.forget_copy()
-                copying = Copying(stage(prepared.planner, prepared.plan, copy=False), process)
+                self._forget_copy()
+                self._copying = copying = Copying(stage(prepared.planner, prepared.plan, copy=False), process)
             job["items"] = copying.finish()
             if prepared.agreement.is_coordinator:
                 job["index"] = self._index_of(prepared)
@@ -273,6 +291,10 @@ class _Background:
         if self._process is not None:
             self._process.close()
             self._process = None
+
+
+# A forked child has its own writers, if it needs some; those of its parent answer to the parent.
+os.register_at_fork(after_in_child=_Background._all.clear)
 
 
 def _finish_all() -> None:
