@@ -11,6 +11,8 @@ import torch
 import hyper_parallel
 import hyper_parallel.core.dtensor as dtensor_package
 
+only_on = "torch"  # the examples are written with PyTorch's tensors and modules
+
 
 def _home(public):
     return public.__name__ if inspect.ismodule(public) else public.__module__

@@ -22,6 +22,8 @@ from hyper_parallel.core.distributed_checkpoint.errors import CorruptCheckpointE
 from hyper_parallel.core.distributed_checkpoint.stored_files import StoredFiles
 from hyper_parallel.core.distributed_checkpoint.tensor_source import open_source
 
+only_on = "torch"  # commands that read and write files; their checkpoints are made with PyTorch
+
 
 def _run(*arguments, status=0):
     done = CliRunner().invoke(app, ["ckpt", *map(str, arguments)])

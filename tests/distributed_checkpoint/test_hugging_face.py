@@ -17,6 +17,8 @@ from hyper_parallel.core.distributed_checkpoint.hugging_face import load_hugging
 from hyper_parallel.core.distributed_checkpoint.safetensors_folder import SafetensorsFolder
 from tests.world import run_on_ranks
 
+only_on = "torch"  # folders and models of transformers, which are PyTorch's
+
 HEADS, KV_HEADS, HEAD, HIDDEN, INNER, EXPERTS, VOCAB, LAYERS = 4, 2, 3, 10, 7, 3, 11, 2
 
 # Ours: one matrix for queries, keys and values; expert weights stacked and transposed; no "model." in front.

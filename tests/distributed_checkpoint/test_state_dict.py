@@ -15,6 +15,8 @@ from hyper_parallel.core.distributed_checkpoint.state_dict import (
 )
 from tests.world import run_on_ranks
 
+only_on = "torch"  # PyTorch's optimizers and modules; MindSpore's: test_mindspore_state.py
+
 
 class _Net(nn.Module):
     """Sizes that do not divide by 2 or 4, a tied weight, a frozen parameter, a buffer, a size of 1."""

@@ -13,6 +13,8 @@ from hyper_parallel.core.shard.strict_mode import strict
 from tests.shard.validator import Sample, assert_valid, layouts_of, tensor
 from tests.world import run_on_ranks
 
+only_on = "torch"  # scaled_dot_product_attention and the modules made of it are PyTorch's
+
 SDPA = "nn.functional.scaled_dot_product_attention"
 
 

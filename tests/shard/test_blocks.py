@@ -12,6 +12,8 @@ from torch import nn
 import hyper_parallel as hp
 from tests.world import run_on_ranks
 
+only_on = "torch"  # model blocks written for PyTorch; cells: test_training_on_mindspore.py
+
 
 class LlamaBlock(nn.Module):
     """Grouped-query attention with rotary positions, and a gated MLP; plain single-device code."""

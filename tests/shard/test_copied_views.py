@@ -13,6 +13,8 @@ from hyper_parallel.core.shard.copied_views import CopiedView
 from tests.shard.validator import layouts_of
 from tests.world import run_on_ranks
 
+only_on = "torch"  # writes through views are lost on MindSpore's plain tensors too, on a CPU
+
 VIEWS = {
     "slice": lambda x: x[1:3],
     "slice of both dims": lambda x: x[1:5:2, 2:],

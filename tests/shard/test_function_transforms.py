@@ -8,6 +8,8 @@ import hyper_parallel as hp
 from tests.shard.validator import layouts_of, tensor
 from tests.world import run_on_ranks
 
+only_on = "torch"  # torch.func
+
 
 def _loss(x, params):
     return (x @ params["weight"] + params["bias"]).sin().square().mean()

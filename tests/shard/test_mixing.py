@@ -9,6 +9,8 @@ import hyper_parallel as hp
 from tests.shard.validator import tensor
 from tests.world import run_on_ranks
 
+only_on = "torch"  # PyTorch's sparse and nested tensors and its compiler; MindSpore's: test_mindspore_mixing.py
+
 
 @run_on_ranks(2)
 def test_sparse_and_nested_tensors() -> None:

@@ -13,6 +13,8 @@ import hyper_parallel as hp
 from tests.shard.op_trials import _backward, _close, _fresh, _leaves, _replaced, random_layout
 from tests.shard.validator import spread, tensors_in
 
+only_on = "torch"  # PyTorch's own database of modules
+
 # These give other values at every call while training.
 DRAWS = {
     *("Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "AlphaDropout", "FeatureAlphaDropout", "RReLU"),

@@ -14,6 +14,8 @@ from tests.shard.op_trials import random_layout
 from tests.shard.validator import tensor
 from tests.world import run_on_ranks
 
+only_on = "torch"  # PyTorch's own database of optimizers
+
 SHAPES = [(6, 4), (5,), (1, 3), ()]
 
 

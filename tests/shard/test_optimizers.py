@@ -16,6 +16,8 @@ from hyper_parallel.core.dtensor.comm_recorder import CommRecorder
 from tests.shard.validator import layouts_of, tensor
 from tests.world import run_on_ranks
 
+only_on = "torch"  # PyTorch's optimizers; MindSpore's: test_training_on_mindspore.py
+
 SHAPES = [(6, 4), (5,), (3, 1), (1,), (2, 3, 2), (4, 4)]
 
 OPTIMIZERS = {

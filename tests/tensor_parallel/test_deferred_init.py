@@ -8,6 +8,8 @@ import hyper_parallel as hp
 from tests.tensor_parallel.toy import Decoder, sp_plan, tp_plan, whole
 from tests.world import run_on_ranks
 
+only_on = "torch"  # PyTorch's initialisation; MindSpore's: test_deferred_init_mindspore.py
+
 
 class Scale(nn.Module):
     """Parameters made by hand, without a reset_parameters: ones, and numbers that differ."""

@@ -8,6 +8,8 @@ import torch
 
 from tests.commands import command_environment
 
+only_on = "torch"  # a command, written with PyTorch
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 

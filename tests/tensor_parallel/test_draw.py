@@ -11,6 +11,8 @@ import hyper_parallel as hp
 from hyper_parallel import models
 from tests.world import run_on_ranks
 
+only_on = "torch"  # draws models of PyTorch
+
 PICTURE = Path(__file__).parents[2] / "docs" / "llama_block.svg"
 
 # Two key heads on four ranks: their gather is seen, and why.

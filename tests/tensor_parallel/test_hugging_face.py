@@ -24,6 +24,8 @@ from tests.tensor_parallel.hugging_face import (
 )
 from tests.tensor_parallel.toy import parts_joined
 
+only_on = "torch"  # models of transformers, which are PyTorch's
+
 TIMEOUT = 600  # seconds; the first test on a world imports transformers on every rank
 
 

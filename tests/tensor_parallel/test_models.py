@@ -8,6 +8,8 @@ import torch.nn.functional as F
 
 from hyper_parallel import models
 
+only_on = "torch"  # the models on PyTorch; on MindSpore the same numbers: test_mindspore_models.py
+
 SMALL = {"vocab_size": 11, "dim": 16, "num_blocks": 2, "num_heads": 4, "num_kv_heads": 2, "hidden_dim": 24}
 
 

@@ -13,6 +13,8 @@ from hyper_parallel.plans.styles import CutAttention, CutParameters, SingleDevic
 from tests.tensor_parallel.toy import parts_joined
 from tests.world import run_on_ranks
 
+only_on = "torch"  # PyTorch's transformers; cells: test_mindspore_models.py
+
 
 def _mesh():
     return hp.init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("tp",))

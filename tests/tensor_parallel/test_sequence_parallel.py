@@ -10,6 +10,8 @@ import hyper_parallel as hp
 from tests.tensor_parallel.toy import Attention, Block, same_as_one_device, sp_plan, tp_plan
 from tests.world import run_on_ranks
 
+only_on = "torch"  # blocks of PyTorch's modules; cells: test_styles_on_mindspore.py
+
 
 def _mesh() -> hp.DeviceMesh:
     return hp.init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("tp",))
