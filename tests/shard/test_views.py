@@ -185,3 +185,14 @@ def test_what_is_written_without_counting() -> None:
     assert volume.resize_((3, 2, 2, 2)) is volume and volume.resize_as_(volume) is volume
     with pytest.raises(RuntimeError, match="resize_ would change the memory of a distributed tensor"):
         volume.resize_(24)
+    plain = tensor(4, 3)
+    for place in (hp.Replicate(), hp.Shard(0), hp.Shard(1)):
+        x = hp.distribute_tensor(plain, mesh, [place])
+        for one, of in ((x, plain), (x.t().contiguous(), plain.t().contiguous())):
+            torch.testing.assert_close(one.as_strided((5,), (2,)).full_tensor(), of.as_strided((5,), (2,)))
+        turned = x.t()
+        if place == hp.Replicate():
+            torch.testing.assert_close(turned.as_strided((5,), (2,)).full_tensor(), plain.t().as_strided((5,), (2,)))
+            turned = x[:, ::2]
+        with pytest.raises(RuntimeError, match=r"as_strided of .*do not lie in order.*contiguous\(\) first"):
+            turned.as_strided((2,), (1,))

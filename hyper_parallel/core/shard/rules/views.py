@@ -16,6 +16,7 @@ from typing import Any
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout, Shape
 from hyper_parallel.core.shard.empty_blocks import has_empty_block
+from hyper_parallel.core.shard.gather_fallback import run_gathered
 from hyper_parallel.core.shard.rule_table import rule
 from hyper_parallel.core.shard.signature import Labels, LocalCall, OpCall, Signature, letters
 from hyper_parallel.core.shard.special_ops import SPECIAL_OPS
@@ -231,8 +232,32 @@ def _cannot_be_changed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: 
     )
 
 
+def _of_memory(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``as_strided`` counts in memory. That of the whole is known only where the elements lie in order on every rank;
+    of a tensor that is not cut also where they lie in another order, without gaps.
+    """
+    tensor = args[0] if args else kwargs.get("input")
+    if isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is not None:
+        mesh, block = tensor.device_mesh, _platform.local_alias(tensor)
+        in_order = block.is_contiguous()
+        if tensor.layout.is_replicated and not in_order:
+            in_order = tuple(block.clone().stride()) == tuple(block.stride())
+        unknown = _platform.index_tensor([[int(not in_order)]], mesh.device_type)
+        axes = tuple(axis for axis, size in enumerate(mesh.shape) if size > 1)
+        if axes:
+            _platform.all_reduce(unknown, mesh.get_group(axes), op="max")
+        if unknown.item():
+            name = _platform.get_op_name(func)
+            raise RuntimeError(
+                f"{name} of a distributed tensor of global shape {tuple(tensor.shape)} under {tensor.layout}: its "
+                "elements do not lie in order, so there is no memory of the whole to count in; call contiguous() first"
+            )
+    return run_gathered(func, args, kwargs)
+
+
 SPECIAL_OPS.update(
     {
+        **dict.fromkeys(("as_strided", "as_strided_copy", "as_strided_scatter"), _of_memory),
         "t_": _transpose_,
         "transpose_": _transpose_,
         "unsqueeze_": _unsqueeze_,
