@@ -105,6 +105,7 @@ def _of_nothing(
         try:
             result = func(*blocks, **kwargs)
         except _REFUSALS:
+            private_api.start_recording()  # MindSpore stops recording when an operator fails
             named_rows = {name: _with_row(value) for name, value in kwargs.items()}
             result = func(*map(_with_row, blocks), **named_rows)
     tensors = _tensors_in([*blocks, *kwargs.values()])

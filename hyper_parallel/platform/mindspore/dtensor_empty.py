@@ -15,7 +15,7 @@ from typing import Any
 from mindspore import Tensor
 
 from hyper_parallel.platform.mindspore import private_api
-from hyper_parallel.platform.mindspore.tensors import zeros
+from hyper_parallel.platform.mindspore.tensors import is_differentiable, zeros
 
 
 class _Nothing(private_api.Function):
@@ -49,11 +49,18 @@ class _Silent(private_api.Function):
 
 
 def zeros_of(shape: Sequence[int], dtype: Any, *tensors: Any) -> Any:
-    """Zeros that keep the tensors that need a gradient in the graph, with gradients of zeros."""
-    recorded = [tensor for tensor in tensors if isinstance(tensor, Tensor) and private_api.requires_grad(tensor)]
+    """Zeros that keep the tensors that need a gradient in the graph, with gradients of zeros.
+
+    Bools and whole numbers have no part in backward, though MindSpore says that a comparison requires a gradient.
+    """
+    recorded = [tensor for tensor in tensors if isinstance(tensor, Tensor) and _has_gradient(tensor)]
     if not recorded or not private_api.is_recording():
         return zeros(tuple(shape), dtype=dtype)
     return _Nothing.apply(tuple(shape), dtype, *recorded)
+
+
+def _has_gradient(tensor: Any) -> bool:
+    return is_differentiable(tensor) and private_api.requires_grad(tensor)
 
 
 def silent(value: Any) -> Any:
