@@ -266,28 +266,6 @@ def test_a_writer_that_stands_still_is_waited_for(tmp_path: Path) -> None:
         _assert_loads(tmp_path / "c", mesh, 1.0 + still)
 
 
-def test_threads_take_turns(tmp_path):
-    failed = []
-
-    def save(number):
-        for _ in range(3):
-            state = {"w": torch.full((1000,), float(number))}
-            handle = ckpt.async_save(state, checkpoint_id=tmp_path / str(number), no_dist=True)
-            state["w"].zero_()
-            handle.result()
-            ckpt.load(state, checkpoint_id=tmp_path / str(number), no_dist=True)
-            if not (state["w"] == number).all():
-                failed.append(number)
-
-    threads = [threading.Thread(target=save, args=(number,)) for number in range(1, 4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-        assert not failed
-    assert all(ckpt.verify(tmp_path / str(number)) == [] for number in range(1, 4))
-
-
 def test_what_cannot_be_written_elsewhere(tmp_path):
     with pytest.raises(ValueError, match="whose memory:// is not this one's: 'memory://c' would be lost"):
         ckpt.async_save({"x": 1}, checkpoint_id="memory://c", no_dist=True)

@@ -1,11 +1,13 @@
-"""Saves in the background on PyTorch: programs that are killed meanwhile, and copies from an accelerator.
+"""Saves in the background on PyTorch: programs that are killed meanwhile, copies from an accelerator, several threads.
 
-The programs are forks of this process, which MindSpore, whose import starts threads, does not survive.
+The programs are forks of this process, which MindSpore, whose import starts threads, does not survive. Nor does it
+survive two threads that compute at once.
 """
 
 import multiprocessing
 import os
 import signal
+import threading
 
 import numpy as np
 import pytest
@@ -201,3 +203,25 @@ def test_from_a_device_through_pinned_memory_that_is_kept(tmp_path, monkeypatch,
     assert ckpt.verify(tmp_path / "d") == []
     async_save_module._finish_all()
     host_copies._buffers.cache_clear()
+
+
+def test_threads_take_turns(tmp_path):
+    failed = []
+
+    def save(number):
+        for _ in range(3):
+            state = {"w": torch.full((1000,), float(number))}
+            handle = ckpt.async_save(state, checkpoint_id=tmp_path / str(number), no_dist=True)
+            state["w"].zero_()
+            handle.result()
+            ckpt.load(state, checkpoint_id=tmp_path / str(number), no_dist=True)
+            if not (state["w"] == number).all():
+                failed.append(number)
+
+    threads = [threading.Thread(target=save, args=(number,)) for number in range(1, 4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+        assert not failed
+    assert all(ckpt.verify(tmp_path / str(number)) == [] for number in range(1, 4))
