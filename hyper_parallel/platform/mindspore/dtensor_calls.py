@@ -11,7 +11,7 @@ from mindspore import Tensor, mint
 
 from hyper_parallel.platform.mindspore import private_api, tensors
 from hyper_parallel.platform.mindspore.dtensor_base import DTensorBase, as_dtensor, is_distributed
-from hyper_parallel.platform.mindspore.dtensor_empty import has_no_elements, silent, zeros_of
+from hyper_parallel.platform.mindspore.dtensor_empty import has_no_elements, silent, with_row, zeros_of
 
 _make = private_api.make_subclass
 
@@ -106,8 +106,8 @@ def _of_nothing(
             result = func(*blocks, **kwargs)
         except _REFUSALS:
             private_api.start_recording()  # MindSpore stops recording when an operator fails
-            named_rows = {name: _with_row(value) for name, value in kwargs.items()}
-            result = func(*map(_with_row, blocks), **named_rows)
+            named_rows = {name: with_row(value) for name, value in kwargs.items()}
+            result = func(*map(with_row, blocks), **named_rows)
     tensors = _tensors_in([*blocks, *kwargs.values()])
     if isinstance(result, Tensor):
         return zeros_of(shapes[0], result.dtype, *tensors)
@@ -116,14 +116,6 @@ def _of_nothing(
         made = [zeros_of(next(described), one.dtype, *tensors) if isinstance(one, Tensor) else one for one in result]
         return getattr(result, "_make", type(result))(made)
     return result
-
-
-def _with_row(value: Any) -> Any:
-    """The value with one element along each dim of size zero of the tensors in it."""
-    if isinstance(value, (tuple, list)):
-        return type(value)([_with_row(item) for item in value])
-    is_empty = isinstance(value, Tensor) and has_no_elements(value)
-    return zeros_of([max(size, 1) for size in value.shape], value.dtype) if is_empty else value
 
 
 def _tensors_in(values: Any) -> list[Any]:

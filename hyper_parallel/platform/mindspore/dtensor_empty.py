@@ -59,6 +59,15 @@ def zeros_of(shape: Sequence[int], dtype: Any, *tensors: Any) -> Any:
     return _Nothing.apply(tuple(shape), dtype, *recorded)
 
 
+def with_row(value: Any) -> Any:
+    """The value with zeros for each tensor without elements in it, of size 1 where that has size 0."""
+    if type(value) is list or type(value) is tuple:
+        return type(value)([with_row(item) for item in value])
+    if not isinstance(value, Tensor) or not has_no_elements(value):
+        return value
+    return zeros_of([size or 1 for size in value.shape], value.dtype, value)
+
+
 def _has_gradient(tensor: Any) -> bool:
     return is_differentiable(tensor) and private_api.requires_grad(tensor)
 

@@ -28,7 +28,7 @@ from mindspore import Tensor, mint, ops
 
 from hyper_parallel.platform.mindspore import private_api
 from hyper_parallel.platform.mindspore.dtensor_base import DTensorBase, has_dtensor, is_known_dtensor
-from hyper_parallel.platform.mindspore.dtensor_empty import zeros_of
+from hyper_parallel.platform.mindspore.dtensor_empty import with_row, zeros_of
 from hyper_parallel.platform.mindspore.dtensor_ops import NEUTRAL
 from hyper_parallel.platform.mindspore.dtensor_whole_calls import Dispatch, written_out
 from hyper_parallel.platform.mindspore.dtensor_whole_matrices import matrices_written_out
@@ -92,7 +92,7 @@ class Whole:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """On blocks."""
         if self.__name__ in _ADDS_UP and _has_empty(args):
-            args = tuple(_with_zeros(value) for value in args)
+            args = tuple(map(with_row, args))
         elif self.__name__ in _LOSSES and _has_empty(args):
             return zeros_of((), args[0].dtype, *args)
         return self.call(*args, **kwargs)
@@ -136,13 +136,6 @@ _LOSSES = frozenset(
 
 def _has_empty(args: tuple[Any, ...]) -> bool:
     return any(isinstance(value, Tensor) and 0 in value.shape for value in args)
-
-
-def _with_zeros(value: Any) -> Any:
-    """A tensor without elements as zeros, of size 1 where it has size 0: they add nothing to a sum."""
-    if not isinstance(value, Tensor) or 0 not in value.shape:
-        return value
-    return zeros_of([size or 1 for size in value.shape], value.dtype, value)
 
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
