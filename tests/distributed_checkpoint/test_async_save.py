@@ -14,6 +14,8 @@ import torch
 import hyper_parallel as hp
 from hyper_parallel import checkpoint as ckpt
 from hyper_parallel.core.distributed_checkpoint import async_save as async_save_module
+from hyper_parallel.core.distributed_checkpoint import staging
+from hyper_parallel.core.distributed_checkpoint.page_guard import can_copy_from
 from tests.distributed_checkpoint.background_storage import (
     DyingWriter,
     FullDiskWriter,
@@ -65,8 +67,23 @@ def _writer_pid() -> int:
     return background._process.pid
 
 
+@pytest.mark.parametrize("guarded", [False, True])
 @run_on_ranks(*((4,) if on_mindspore else (1, 4)))
-def test_state_is_taken_at_once_and_memory_is_kept(tmp_path: Path) -> None:
+def test_state_is_taken_at_once_and_memory_is_kept(tmp_path: Path, guarded: bool) -> None:
+    if guarded and not can_copy_from(os.getpid(), id(None)):
+        pytest.skip("this kernel guards no pages: it takes Linux 6.4 and the right to trace processes")
+    guards = []
+    finish = staging.Copying.finish
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(staging.Copying, "finish", lambda self: guards.append(self.is_guarded) or finish(self))
+        if guarded:
+            patch.setattr(staging, "_GUARDED_BYTES", 1)
+            patch.setattr(staging, "_GUARDED_BYTES_IN_ALL", 1)
+        _state_is_taken_at_once_and_memory_is_kept(tmp_path)
+    assert any(guards) == guarded
+
+
+def _state_is_taken_at_once_and_memory_is_kept(tmp_path: Path) -> None:
     mesh = hp.init_device_mesh("cpu", (dist.get_world_size(),))
     handles = []
     for number, size in enumerate((5, 3, 5000, 1, 5000)):
@@ -113,7 +130,7 @@ def _the_plan_is_kept_while_every_rank_holds_what_it_held(tmp_path: Path, mesh) 
     # The copy was begun with the plan that another rank finds to be no longer the right one.
     copies = []
     begin = background.begin_copy
-    background.begin_copy = lambda planner, plan: copies.append(begin(planner, plan))
+    background.begin_copy = lambda *args: copies.append(begin(*args))
     extra = {"on_one": ours(torch.ones(2))} if last else {}
     ckpt.async_save(_state(mesh, 1.0) | extra, checkpoint_id=tmp_path / "k").result()
     _assert_loads(tmp_path / "k", mesh, 1.0)

@@ -49,13 +49,18 @@ def async_save(
     no_dist: bool = False,
     use_collectives: bool = True,
     if_busy: str = "wait",
+    copy_first: bool = False,
 ) -> AsyncSave:
     """Write a checkpoint in the background, as :func:`save` does; every rank calls it with its own part of the state.
 
-    Returns as soon as the state is copied to memory of the host, so that training may go on and change it. A process
-    beside each rank writes it, agrees with the others, and commits. If that fails on any rank, the previous checkpoint
-    stays, and the error is raised on every rank by ``result()`` of the handle, or, where nobody asked, by the next
-    ``async_save``. While a save is running, another one waits for it, or is refused with ``if_busy="refuse"``.
+    Training may go on and change the state as soon as this returns: when it is copied to memory of the host, or, on a
+    CPU where Linux can do so, when its pages are guarded, so that who writes to one that is not copied yet waits for
+    that. ``copy_first=True`` always copies.
+
+    A process beside each rank writes it, agrees with the others, and commits. If that fails on any rank, the previous
+    checkpoint stays, and the error is raised on every rank by ``result()`` of the handle, or, where nobody asked, by
+    the next ``async_save``. While a save is running, another one waits for it, or is refused with
+    ``if_busy="refuse"``.
 
     The memory is kept for the next save. A program that ends waits for its last save; one that is killed leaves a
     checkpoint that is whole or absent.
@@ -79,11 +84,11 @@ def async_save(
                 agreement,
                 background.readiness(),
                 background.known_plan,
-                background.begin_copy,
+                lambda planner, plan: background.begin_copy(planner, plan, copy_first),
             )
             background.make_ready(agreement, *prepared.decision)
             handle = AsyncSave(background, prepared, checkpoint_id)
-            background.start(handle, prepared, real_writer, place)
+            background.start(handle, prepared, real_writer, place, copy_first)
             return handle
     finally:
         agreement.close()
@@ -229,30 +234,39 @@ class _Background:
         if self._process is None:
             self._process = WriterProcess(agreement)
 
-    def begin_copy(self, planner: SavePlanner, plan: SavePlan) -> None:
+    def begin_copy(self, planner: SavePlanner, plan: SavePlan, copy_first: bool) -> None:
         """Copy what a plan says, before the ranks have agreed on it."""
         process = self._process
         if process is not None and not process.is_broken and not process.is_busy:
             with contextlib.suppress(Exception):  # It will come again, when it can be told.
-                self._copying = Copying(stage(planner, plan, copy=False), process)
+                self._copying = Copying(stage(planner, plan, copy=False), process, copy_first)
 
     def _forget_copy(self) -> None:
         if self._copying is not None:
             self._copying.wait()
             self._copying = None
 
-    def start(self, handle: AsyncSave, prepared: PreparedSave, writer: bytes, place: CheckpointId) -> None:
-        """Copy the bytes and hand them to the writer process. An error here is one of the save: all ranks hear it."""
+    def start(
+        self, handle: AsyncSave, prepared: PreparedSave, writer: bytes, place: CheckpointId, copy_first: bool
+    ) -> None:
+        """Copy or guard the bytes and hand them to the writer. An error here is one of the save: all ranks hear it."""
         process = self._process
         assert process is not None
-        job: dict[str, Any] = {"save_name": prepared.save_name, "checkpoint_id": place, "writer": writer}
+        job: dict[str, Any] = {
+            "save_name": prepared.save_name,
+            "checkpoint_id": place,
+            "writer": writer,
+            "is_guarded": False,
+        }
         is_as_before = prepared.known is not None and prepared.known is self.known_plan
         copying = self._copying
         try:
             if not is_as_before or copying is None or copying.process is not process:
                 self._forget_copy()
-                self._copying = copying = Copying(stage(prepared.planner, prepared.plan, copy=False), process)
-            job["items"] = copying.finish()
+                staged = stage(prepared.planner, prepared.plan, copy=False)
+                self._copying = copying = Copying(staged, process, copy_first)
+            job |= {"items": copying.finish(), "is_guarded": copying.is_guarded}
+            self._copying = None  # What is guarded may still be copied, by the writer that does the job then.
             if prepared.agreement.is_coordinator:
                 job["index"] = self._index_of(prepared)
         except Exception as error:

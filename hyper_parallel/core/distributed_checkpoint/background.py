@@ -7,7 +7,8 @@ becomes readable, at once and never before. So
 
 - a rank waits for its writer's answer until the answer, or the writer's end, arrives;
 - a writer waits for its rank's jobs until one, or the rank's end, arrives; a job that it has begun it finishes, also
-  without the rank, since the bytes are in shared memory: the checkpoint is then whole;
+  without the rank, since the bytes are in shared memory: the checkpoint is then whole. Only bytes that it was still
+  copying from the rank (``page_guard.py``) are gone with it, and the save fails;
 - writers wait for each other until a message, or the end of a connection, arrives. Each end of these connections is
   open in one process only: a rank closes its own as soon as its writer has it. Keep-alive probes, which the kernel
   answers however busy the process is, find hosts that vanished.
@@ -31,12 +32,14 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from hyper_parallel.core.distributed_checkpoint.agreement import Agreement
+from hyper_parallel.core.distributed_checkpoint.page_guard import Guard, Part
 from hyper_parallel.core.distributed_checkpoint.writer_process import HELLO, receive_message, send_message
 
 # `hyper_parallel.core` brings in the framework. The writer process needs one of its rooms and not the front door.
@@ -73,6 +76,7 @@ class WriterProcess:
         self._answer: Any = None
         self.is_busy = False
         self.is_broken = False
+        self.can_guard = False  # until the writer says that it can copy from this process, see ``page_guard.py``
         listener = link = None
         token = b""
         if self.world_size > 1:
@@ -113,6 +117,27 @@ class WriterProcess:
                 os.close(file)
         return self._array
 
+    def copy_guarded(self, guard: Guard, parts: Sequence[Part]) -> int:
+        """Protect pages of this process and let the writer copy them; it has the guard then, and this process not.
+
+        The file that is returned ends when they are copied or the writer is gone. OSError if they cannot be protected.
+        """
+        done, copied = os.pipe2(os.O_CLOEXEC)
+        protected, say = os.pipe2(os.O_CLOEXEC)
+        try:
+            with contextlib.closing(guard), open(say, "wb", buffering=0) as saying:
+                self._send(("copy", [tuple(part) for part in parts]), (guard.file, protected, copied))
+                os.close(protected)
+                os.close(copied)
+                guard.protect()
+                saying.write(b"1")
+        except BrokenPipeError:
+            pass  # The writer is gone, and with it the protection.
+        except OSError:
+            wait_for_end(done)
+            raise
+        return done
+
     # ---------------------------------------------------------------- jobs
 
     def start_job(self, job: dict[str, Any]) -> None:
@@ -142,11 +167,15 @@ class WriterProcess:
     def _take_answer(self) -> None:
         try:
             # Also when it has ended: it may have answered before.
-            self._answer = receive_message(self._control, self._ended)[0]
+            answer = receive_message(self._control, self._ended)[0]
         except Exception as error:  # ParentGone, EOFError, ConnectionResetError: all the same
             del error
-            self._answer = ("failed", ("lost", self._epitaph()))
-        kind, value = self._answer
+            answer = ("failed", ("lost", self._epitaph()))
+        kind, value = answer
+        if kind == "ready":
+            self.can_guard = value
+            return
+        self._answer = answer
         if kind == "failed" and value[0] == "lost":
             self.is_broken = True
         self.is_busy = False
@@ -177,6 +206,12 @@ class WriterProcess:
         self._memory = None
 
 
+def wait_for_end(file: int) -> None:
+    """Until all who can write to the pipe have closed it; then it is closed here too."""
+    with open(file, "rb", buffering=0) as pipe:
+        pipe.read()
+
+
 def _start(
     control: socket.socket,
     listener: socket.socket | None,
@@ -189,7 +224,14 @@ def _start(
         name: None if end is None else end.fileno()
         for name, end in (("control", control), ("listener", listener), ("link", link))
     }
-    setup = {**numbers, "parent": os.getpid(), "rank": rank, "world_size": world_size, "token": token.hex()}
+    setup = {
+        **numbers,
+        "parent": os.getpid(),
+        "address": id(None),
+        "rank": rank,
+        "world_size": world_size,
+        "token": token.hex(),
+    }
     package = str(Path(__file__).resolve().parents[3])
     path = [package, *(entry for entry in sys.path if entry)]
     return subprocess.Popen(

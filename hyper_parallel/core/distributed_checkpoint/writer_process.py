@@ -1,8 +1,9 @@
 """The process that writes checkpoints in the background, one beside every rank. It never imports a framework.
 
-It gets jobs from its rank (the *parent*) over a socket, with the bytes in shared memory, and agrees with the writer
-processes of the other ranks over connections of its own, a star around that of rank 0, so that training is not
-disturbed. See Note [Slow is not dead] in ``background.py``.
+It gets jobs from its rank (the *parent*) over a socket, with the bytes in shared memory, or in guarded pages of the
+parent (``page_guard.py``) to be copied there first. It agrees with the writer processes of the other ranks over
+connections of its own, a star around that of rank 0, so that training is not disturbed. See Note [Slow is not dead] in
+``background.py``.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import selectors
 import socket
 import struct
 import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -26,6 +29,7 @@ from hyper_parallel.core.distributed_checkpoint.agreement import COORDINATOR, Ag
 from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError, CorruptCheckpointError, LostRankError
 from hyper_parallel.core.distributed_checkpoint.index_file import CheckpointIndex, StoredObject, encode_index
 from hyper_parallel.core.distributed_checkpoint.metadata import MetadataIndex
+from hyper_parallel.core.distributed_checkpoint.page_guard import Part, can_copy_from, copy_guarded
 from hyper_parallel.core.distributed_checkpoint.shard_file import RankReport, StagedItem, write_shards
 
 _LENGTH = struct.Struct("<Q")
@@ -117,7 +121,7 @@ class Memory:
     """The shared memory that holds the staged bytes."""
 
     def __init__(self, file: int, size: int) -> None:
-        self._mapped = mmap.mmap(file, size, access=mmap.ACCESS_READ)
+        self._mapped = mmap.mmap(file, size)
         self.array = np.frombuffer(self._mapped, np.uint8)
         os.close(file)
 
@@ -212,6 +216,8 @@ def serve(setup: dict[str, Any]) -> None:
     parent = _watch(setup["parent"])
     links: dict[int, socket.socket] = {}
     memory: Memory | None = None
+    failure: str | None = None
+    _say(control, ("ready", can_copy_from(setup["parent"], setup["address"])))
     try:
         if setup["listener"] is not None:
             links = _accept(socket.socket(fileno=setup["listener"]), setup, parent)
@@ -222,12 +228,39 @@ def serve(setup: dict[str, Any]) -> None:
             if kind == "memory":
                 memory = None  # before the new one: only one of them at a time
                 memory = Memory(files[0], value)
-                continue
-            answer = _answer(value, memory, setup, links)
-            with contextlib.suppress(OSError):  # The parent may have ended meanwhile.
-                send_message(control, answer)
+            elif kind == "copy":
+                failure = _copy(value, memory, setup["parent"], files)
+            else:
+                if value.get("is_guarded") and failure is not None:
+                    value["failure"] = failure
+                _say(control, _gently(_answer, value, memory, setup, links))
     except (EOFError, ParentGone):
         pass
+
+
+def _copy(parts: list[tuple[int, ...]], memory: Memory | None, parent: int, files: list[int]) -> str | None:
+    """Copy what is guarded, and let the parent know that it is done; why not, if it could not be done."""
+    assert memory is not None
+    guard, protected, _ = files
+    try:
+        copy_guarded(guard, protected, parent, [Part(*part) for part in parts], memory.array.ctypes.data)
+        return None
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        for file in files:  # The last one ends the parent's wait.
+            os.close(file)
+
+
+def _say(control: socket.socket, message: Any) -> None:
+    with contextlib.suppress(OSError):  # The parent may have ended meanwhile.
+        send_message(control, message)
+
+
+def _gently(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function at a low priority: the training comes first. In a thread, since what is lowered stays low."""
+    with ThreadPoolExecutor(1, initializer=os.nice, initargs=(10,)) as pool:
+        return pool.submit(function, *args).result()
 
 
 def _answer(job: dict[str, Any], memory: Memory | None, setup: dict[str, Any], links: dict[int, socket.socket]) -> Any:
@@ -286,5 +319,4 @@ def _accept(listener: socket.socket, setup: dict[str, Any], parent: int) -> dict
 
 
 if __name__ == "__main__":
-    os.nice(10)  # The training comes first: also the other ranks that still copy what their writers are to write.
     serve(json.loads(sys.argv[1]))
