@@ -13,7 +13,7 @@ from typing import Any
 from mindspore import mint, ops
 
 from hyper_parallel.platform.mindspore import collectives, private_api, tensors
-from hyper_parallel.platform.mindspore.dtensor_ops import clone
+from hyper_parallel.platform.mindspore.dtensor_ops_creation import clone
 
 Box = tuple[tuple[int, int], ...]  # (start, length) per dim
 

@@ -84,3 +84,10 @@ def silent(value: Any) -> Any:
 
 def has_no_elements(tensor: Any) -> bool:
     return 0 in tensor.shape
+
+
+def aligned_sizes(first: Sequence[int], second: Sequence[int]) -> list[tuple[int, int]]:
+    """The sizes of two shapes in pairs from the last dim, with 1 where one has no dim."""
+    longest = max(len(first), len(second))
+    padded = [(1,) * (longest - len(shape)) + tuple(shape) for shape in (first, second)]
+    return list(zip(*padded, strict=True))

@@ -10,10 +10,11 @@ from typing import Any
 
 from mindspore import Tensor
 
-from hyper_parallel.platform.mindspore import dtensor_ops, private_api
 from hyper_parallel.platform.mindspore import gradients as plain
+from hyper_parallel.platform.mindspore import private_api
 from hyper_parallel.platform.mindspore.dtensor_base import DTensorBase, as_dtensor, detached, local_alias, plain_kind
 from hyper_parallel.platform.mindspore.dtensor_calls import silenced
+from hyper_parallel.platform.mindspore.dtensor_ops_creation import ones_like, zeros_like
 
 # Reductions whose gradient is the same for every summand, so that a pending one can be the start of a backward pass.
 _SUMS = frozenset({None, "sum"})
@@ -88,9 +89,8 @@ def value_and_grad(fn: Callable[..., Any], weights: Sequence[Any]) -> Callable[.
             private_api.set_recording(was_recording)
         loss = value[0] if isinstance(value, tuple) else value
         found = grad(loss, weights, allow_unused=True)
-        zeros = dtensor_ops.zeros_like
         return value, tuple(
-            _labelled(zeros(local_alias(weight)), weight) if gradient is None else gradient
+            _labelled(zeros_like(local_alias(weight)), weight) if gradient is None else gradient
             for weight, gradient in zip(weights, found, strict=True)
         )
 
@@ -124,7 +124,7 @@ def _start(tensor: Any, gradient: Any) -> tuple[Any, Any]:
             f"{tuple(tensor._global_shape)}; pass the gradient to start with"
         )
     block = local_alias(tensor)
-    return block, dtensor_ops.ones_like(block)
+    return block, ones_like(block)
 
 
 def _labelled(gradient: Any, tensor: Any) -> Any:

@@ -10,7 +10,7 @@ from hyper_parallel.platform.mindspore import (
     dtensor_functions,
     dtensor_gradients,
     dtensor_methods,
-    dtensor_ops,
+    dtensor_ops_creation,
     dtensor_support,
     dtensor_vocabulary,
     steady,
@@ -61,7 +61,7 @@ class DistributedTensors:
     is_leaf = staticmethod(dtensor_gradients.is_leaf)
     write_mark = staticmethod(dtensor_gradients.write_mark)
     counted_once = staticmethod(dtensor_gradients.counted_once)
-    copied = staticmethod(dtensor_ops.clone)
+    copied = staticmethod(dtensor_ops_creation.clone)
     vary = staticmethod(differentiable.vary)
     set_function_handler = staticmethod(dtensor_functions.set_function_handler)
     apply_function = staticmethod(dtensor_functions.apply_function)

@@ -11,8 +11,10 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, mint, nn
 
-from hyper_parallel.platform.mindspore import collectives, dtensor_ops, private_api, steady
+from hyper_parallel.platform.mindspore import collectives, private_api, steady
+from hyper_parallel.platform.mindspore import dtensor_ops_reductions as reductions
 from hyper_parallel.platform.mindspore.dtensor_base import DTensorBase, as_dtensor, local_alias
+from hyper_parallel.platform.mindspore.dtensor_ops_writes import copy_
 from hyper_parallel.platform.mindspore.groups import get_process_group_ranks
 from hyper_parallel.platform.mindspore.tensors import dtype_name, str_to_dtype, tensor_to_numpy
 
@@ -55,7 +57,7 @@ def as_parameter(tensor: Any, requires_grad: bool | None = None) -> Any:
 
 def fill_block(tensor: Any, values: Any) -> None:
     """Copy ``values`` into the DTensor's own block; like any in-place write it is recorded unless under no_grad."""
-    dtensor_ops.copy_(local_alias(tensor), local_alias(values))
+    copy_(local_alias(tensor), local_alias(values))
     if isinstance(tensor, DTensorBase):
         tensor.written()
 
@@ -63,7 +65,7 @@ def fill_block(tensor: Any, values: Any) -> None:
 def replace_block(tensor: Any, block: Any) -> None:
     """Let the DTensor have ``block``, of the same shape, for its memory; its place in the graph stays."""
     with private_api.no_grad():
-        dtensor_ops.copy_(tensor._local, local_alias(block))
+        copy_(tensor._local, local_alias(block))
     tensor.written()
 
 
@@ -233,12 +235,12 @@ def vector_norm(tensor: Any, p: float, dims: Sequence[int], keepdim: bool) -> An
     if p == -float("inf"):
         return mint.amin(magnitudes, dims, keepdim)
     if p == 0:
-        return dtensor_ops.sum((magnitudes != 0).to(tensor.dtype), dims, keepdim)
+        return reductions.sum((magnitudes != 0).to(tensor.dtype), dims, keepdim)
     if p == 1:
-        return dtensor_ops.sum(magnitudes, dims, keepdim)
+        return reductions.sum(magnitudes, dims, keepdim)
     if p == 2:
-        return mint.sqrt(dtensor_ops.sum(tensor * tensor, dims, keepdim))
-    return steady.power(dtensor_ops.sum(steady.power(magnitudes, p), dims, keepdim), 1.0 / p)
+        return mint.sqrt(reductions.sum(tensor * tensor, dims, keepdim))
+    return steady.power(reductions.sum(steady.power(magnitudes, p), dims, keepdim), 1.0 / p)
 
 
 def result_like(func: Callable[..., Any], results: Sequence[Any]) -> Any:

@@ -14,7 +14,9 @@ from typing import Any
 import mindspore as ms
 from mindspore import Tensor, mint, ops
 
-from hyper_parallel.platform.mindspore import dtensor_ops, dtensor_whole
+from hyper_parallel.platform.mindspore import dtensor_ops_reductions as reductions
+from hyper_parallel.platform.mindspore import dtensor_ops_shapes, dtensor_whole
+from hyper_parallel.platform.mindspore.dtensor_ops_creation import clone
 from hyper_parallel.platform.mindspore.start import on_ascend
 
 
@@ -40,7 +42,7 @@ def _sum_to_size(self: Any, *size: Any) -> Any:
 
 
 def _nansum(self: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    return dtensor_ops.sum(self.masked_fill(mint.isnan(self), 0), dim, keepdim, dtype)
+    return reductions.sum(self.masked_fill(mint.isnan(self), 0), dim, keepdim, dtype)
 
 
 for _name, _method in {
@@ -69,7 +71,7 @@ def _narrow(plain: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(plain)
     def method(self: Any, dim: int, start: int, length: int) -> Any:
-        return plain(self, dim, start, length) if length else dtensor_ops.narrow(self, dim, start, length)
+        return plain(self, dim, start, length) if length else dtensor_ops_shapes.narrow(self, dim, start, length)
 
     return method
 
@@ -81,7 +83,7 @@ def _sum(plain: Callable[..., Any]) -> Callable[..., Any]:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if 0 in self.shape:
             names = {"axis": "dim", "keepdims": "keepdim"}
-            return dtensor_ops.sum(self, *args, **{names.get(name, name): value for name, value in kwargs.items()})
+            return reductions.sum(self, *args, **{names.get(name, name): value for name, value in kwargs.items()})
         return plain(self, *args, **kwargs)
 
     return method
@@ -99,7 +101,7 @@ def _index_add(plain: Callable[..., Any]) -> Callable[..., Any]:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 3 and isinstance(args[0], int) and not kwargs:
             dim, index, source = args
-            return ops.index_add(dtensor_ops.clone(self), index.to(ms.int32), source, dim)
+            return ops.index_add(clone(self), index.to(ms.int32), source, dim)
         return plain(self, *args, **kwargs)
 
     return method
@@ -107,10 +109,10 @@ def _index_add(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 Tensor.narrow = _narrow(Tensor.narrow)
 Tensor.nansum = _with_keywords(Tensor.nansum, _nansum)
-Tensor.amax = _with_keywords(Tensor.amax, dtensor_ops.amax)
-Tensor.amin = _with_keywords(Tensor.amin, dtensor_ops.amin)
+Tensor.amax = _with_keywords(Tensor.amax, reductions.amax)
+Tensor.amin = _with_keywords(Tensor.amin, reductions.amin)
 if not on_ascend():
-    Tensor.clone = dtensor_ops.clone
+    Tensor.clone = clone
     Tensor.scatter_add = _scatter_add
     Tensor.index_add = _index_add(Tensor.index_add)
     Tensor.sum = _sum(Tensor.sum)

@@ -13,7 +13,8 @@ from typing import Any
 import mindspore as ms
 from mindspore import Tensor
 
-from hyper_parallel.platform.mindspore.dtensor_ops import NEUTRAL, clone
+from hyper_parallel.platform.mindspore.dtensor_ops import NEUTRAL
+from hyper_parallel.platform.mindspore.dtensor_ops_creation import clone
 
 Dispatch = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 # ``once(name, plain, make, shapes)``: what ``make`` gives, under a neutral name, the same object at each call. With

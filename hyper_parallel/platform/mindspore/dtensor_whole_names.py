@@ -99,8 +99,8 @@ RENAMED = {
     "where": "ops.select",
 }
 
-# Functions for which ``dtensor_ops.py`` has a neutral operator that also knows blocks without elements, or whose bits
-# are the same on every rank.
+# Functions for which there is a neutral operator that also knows blocks without elements, or whose bits are the same
+# on every rank.
 NEUTRALS = {
     "all": "ops.all mint.all",
     "any": "ops.any mint.any",
