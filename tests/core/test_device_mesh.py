@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hyper_parallel.core.dtensor import device_mesh, mesh_context
+from hyper_parallel.core.dtensor import device_mesh, mesh_context, rank_grid
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, init_device_mesh
 from hyper_parallel.core.dtensor.mesh_context import current_mesh
 from hyper_parallel.platform import get_platform
@@ -280,7 +280,7 @@ def test_current_mesh_nests_and_is_per_thread():
 
 
 def test_examples_in_docstrings():
-    for module in (device_mesh, mesh_context):
+    for module in (device_mesh, mesh_context, rank_grid):
         result = doctest.testmod(module)
         assert result.attempted > 0
         assert result.failed == 0

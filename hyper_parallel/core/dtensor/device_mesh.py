@@ -1,4 +1,6 @@
-"""Device meshes: ranks arranged on named axes, the lines of ranks along each axis, and the process groups over them.
+"""Device meshes: ranks arranged on named axes, the process groups over their lines, and meshes cut out of meshes.
+
+Where ranks lie is the arithmetic of :mod:`rank_grid`, how meshes are cut is in :mod:`mesh_cutting`.
 
 A mesh is a description: building one, cutting sub-meshes out of it, comparing or pickling it never communicates. A
 group is made when :meth:`DeviceMesh.get_group` first asks for it, and shared by all meshes with that line of ranks.
@@ -8,12 +10,13 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, SupportsIndex
+from typing import Any
 
 import numpy as np
 
+from hyper_parallel.core.dtensor import mesh_cutting
 from hyper_parallel.core.dtensor.mesh_context import enter_mesh, leave_mesh
 from hyper_parallel.core.dtensor.mesh_description import (
     Ranks,
@@ -25,14 +28,11 @@ from hyper_parallel.core.dtensor.mesh_description import (
     parse_ranks,
     parse_shape,
 )
-from hyper_parallel.core.dtensor.mesh_families import block_positions, join_families, same_family
+from hyper_parallel.core.dtensor.rank_grid import Axes, Axis, RankGrid
 from hyper_parallel.platform import EXISTING_COMM_GROUPS, get_platform
 
-Axis = SupportsIndex | str
-Axes = Axis | Sequence[Axis]
 
-
-class DeviceMesh:
+class DeviceMesh(RankGrid):
     """Ranks arranged on axes. Immutable; equal by content: device type, ranks in order, shape, names.
 
     ``mesh`` is nested lists, a numpy array, or anything with ``tolist()``, of distinct world ranks in any order. It may
@@ -48,18 +48,10 @@ class DeviceMesh:
     """
 
     _device_type: str
-    _mesh: Ranks
-    _names: tuple[str, ...] | None
-    _rank: int | None  # the rank that sees this mesh when it is not the one of the process
     _parent_root: DeviceMesh | None  # None: this is a root
     _blocks: Ranks  # see mesh_families.py
     _flattened: dict[str, Ranks]  # of a root: the families of the flattened axes, by name
-    _shape: tuple[int, ...]
-    _rank_list: tuple[int, ...]
     _hash: int
-    _coordinates: dict[int, tuple[int, ...]] | None  # by rank; made at the first use
-    _lines: dict[tuple[Any, int], tuple[int, ...]]
-    _group_positions: dict[tuple[Any, int], tuple[int, ...]]
     _submeshes: dict[tuple[Any, int], DeviceMesh]
 
     def __init__(
@@ -98,23 +90,13 @@ class DeviceMesh:
         root: DeviceMesh | None,
         blocks: Ranks,
     ) -> None:
-        ranks = ranks.view()
-        ranks.flags.writeable = False
-        shape, rank_list = tuple(ranks.shape), tuple(ranks.ravel().tolist())
+        self._fill_grid(ranks, names, rank)
         vars(self).update(
             _device_type=device_type,
-            _mesh=ranks,
-            _names=names,
-            _rank=rank,
             _parent_root=root,
             _blocks=blocks,
             _flattened={},
-            _shape=shape,
-            _rank_list=rank_list,
-            _hash=hash((device_type, shape, names, rank_list)),
-            _coordinates=None,
-            _lines={},
-            _group_positions={},
+            _hash=hash((device_type, self._shape, names, self._rank_list)),
             _submeshes={},
         )
 
@@ -125,170 +107,12 @@ class DeviceMesh:
         return self._device_type
 
     @property
-    def mesh_dim_names(self) -> tuple[str, ...] | None:
-        """The names of the axes, or None."""
-        return self._names
-
-    @property
-    def mesh(self) -> Ranks:
-        """The ranks as a read-only array."""
-        return self._mesh
-
-    @property
-    def rank_list(self) -> tuple[int, ...]:
-        """The ranks in row-major order."""
-        return self._rank_list
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self._shape
-
-    @property
-    def ndim(self) -> int:
-        return len(self._shape)
-
-    @property
     def root(self) -> DeviceMesh:
         """The mesh that this one was cut out of; a mesh built directly is its own root."""
         return self if self._parent_root is None else self._parent_root
 
-    def size(self, axis: Axes | None = None) -> int:
-        """The number of ranks along an axis, along several together, or of the whole mesh."""
-        axes = range(self.ndim) if axis is None else self._axis_indices(axis)
-        return math.prod(self._shape[index] for index in axes)
-
-    def axis_label(self, axis: Axis) -> str:
-        """The name of an axis, or ``axis0``, ``axis1``, ... on a mesh without names."""
-        index = self.axis_index(axis)
-        return f"axis{index}" if self._names is None else self._names[index]
-
-    def axis_index(self, axis: Axis) -> int:
-        """The index of an axis given by name, label or (possibly negative) index.
-
-        >>> mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"), init_backend=False)
-        >>> mesh.axis_index("tp"), mesh.axis_index(-2)
-        (1, 0)
-        """
-        if isinstance(axis, str):
-            labels = self._names or tuple(f"axis{index}" for index in range(self.ndim))
-            if axis in labels:
-                return labels.index(axis)
-            hint = f'; it is a flattened axis, use mesh.root["{axis}"]' if axis in self.root._flattened else ""
-            raise ValueError(f"{self} has no axis {axis!r}{hint}")
-        try:
-            index = operator.index(axis)
-        except TypeError:
-            index = None
-        if index is None or isinstance(axis, bool):
-            raise TypeError(f"an axis of {self} is a name or an index, not {axis!r}")
-        if not -self.ndim <= index < self.ndim:
-            raise ValueError(f"{self} has no axis {index}; its axes are 0 to {self.ndim - 1}")
-        return index % self.ndim
-
-    def _axis_indices(self, axes: Axes) -> tuple[int, ...]:
-        if isinstance(axes, str) or not isinstance(axes, Iterable):
-            return (self.axis_index(axes),)
-        indices = tuple(self.axis_index(axis) for axis in axes)
-        if not indices:
-            raise ValueError(f"no axis of {self} was given")
-        if len(set(indices)) < len(indices):
-            raise ValueError(f"{tuple(axes)} names an axis of {self} twice")
-        return indices
-
-    def _only_axis(self, method: str) -> int:
-        if self.ndim == 1:
-            return 0
-        example: tuple[Any, ...] = self._names or tuple(range(self.ndim))
-        raise ValueError(
-            f"{self} has {self.ndim} axes: say which, {method}({example[0]!r}), or {method}({example}) for all"
-        )
-
-    # ---------------------------------------------------------------- where ranks are
-
-    def get_rank(self) -> int:
-        """The world rank that sees this mesh: this process's, or the one it was described for."""
-        return self._rank if self._rank is not None else get_platform().get_rank()
-
-    def coordinate_of(self, rank: int) -> tuple[int, ...]:
-        """The position of a world rank on each axis.
-
-        >>> init_device_mesh("cpu", (2, 4), init_backend=False).coordinate_of(6)
-        (1, 2)
-        """
-        coordinate = self._coordinate_or_none(rank)
-        if coordinate is None:
-            raise ValueError(f"rank {rank} is not part of {self}")
-        return coordinate
-
-    def get_coordinate(self) -> tuple[int, ...] | None:
-        """This rank's position on each axis, or None outside of the mesh."""
-        return self._coordinate_or_none(self.get_rank())
-
-    def _coordinate_or_none(self, rank: int) -> tuple[int, ...] | None:
-        coordinates = self._coordinates
-        if coordinates is None:
-            coordinates = dict(zip(self._rank_list, np.ndindex(self._shape), strict=True))
-            vars(self)["_coordinates"] = coordinates
-        return coordinates.get(rank)
-
-    def get_local_rank(self, axis: Axes | None = None) -> int:
-        """This rank's position along an axis, or along several together (row-major in the order given)."""
-        return self.line(self._only_axis("get_local_rank") if axis is None else axis).index(self.get_rank())
-
-    def line(self, axes: Axes, rank: int | None = None) -> tuple[int, ...]:
-        """The ranks that share this rank's (or ``rank``'s) other coordinates, row-major over ``axes`` as ordered here.
-
-        >>> mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "cp", "tp"), init_backend=False)
-        >>> mesh.line("cp", rank=5), mesh.line(("dp", "tp")), mesh.line(("tp", "dp"))
-        ((5, 7), (0, 1, 4, 5), (0, 4, 1, 5))
-        """
-        of_rank = self.get_rank() if rank is None else rank
-        key = (tuple(axes) if isinstance(axes, list) else axes, of_rank)
-        found = self._lines.get(key)
-        if found is not None:
-            return found
-        indices = self._axis_indices(axes)
-        coordinate = self._coordinate_or_none(of_rank)
-        if coordinate is None:
-            error = RuntimeError if rank is None else ValueError
-            raise error(f"rank {of_rank} is not part of {self}")
-        kept = tuple(slice(None) if axis in indices else at for axis, at in enumerate(coordinate))
-        ascending = sorted(indices)
-        found = tuple(self._mesh[kept].transpose([ascending.index(axis) for axis in indices]).ravel().tolist())
-        self._lines[key] = found
-        return found
-
-    def get_rank_list_along_axis(self, axis: Axes) -> list[int]:
-        """The ranks of this rank's line along an axis, as a list."""
-        return list(self.line(axis))
-
-    def get_ranks_by_axis(self, axis: Axes) -> list[list[int]]:
-        """Every line along an axis, or along several together.
-
-        >>> init_device_mesh("cpu", (2, 2), init_backend=False).get_ranks_by_axis(0)
-        [[0, 2], [1, 3]]
-        """
-        indices = self._axis_indices(axis)
-        lines = np.moveaxis(self._mesh, indices, range(-len(indices), 0)).reshape(-1, self.size(axis))
-        return [list(map(int, line)) for line in lines]
-
-    def group_positions(self, axes: Axes, rank: int | None = None) -> tuple[int, ...]:
-        """For each rank of :meth:`line`, its position in the group.
-
-        A group orders its ranks ascending, and collectives concatenate in group order. The identity where the line
-        ascends; where it does not, permute: part ``i`` of the line is part ``group_positions[i]`` of the group.
-
-        >>> mesh = DeviceMesh("cpu", [3, 0, 1], init_backend=False)
-        >>> mesh.line(0), mesh.group_positions(0)
-        ((3, 0, 1), (2, 0, 1))
-        """
-        line = self.line(axes, rank)
-        key = (tuple(axes) if isinstance(axes, list) else axes, line[0])
-        found = self._group_positions.get(key)
-        if found is None:
-            position = {member: index for index, member in enumerate(sorted(line))}
-            found = self._group_positions[key] = tuple(position[member] for member in line)
-        return found
+    def _hint_of_missing(self, axis: str) -> str:
+        return f'; it is a flattened axis, use mesh.root["{axis}"]' if axis in self.root._flattened else ""
 
     # ---------------------------------------------------------------- process groups
 
@@ -366,36 +190,7 @@ class DeviceMesh:
         >>> mesh["tp", "dp"]
         DeviceMesh('cpu', (tp=2, dp=2), ranks=[[0, 4], [1, 5]])
         """
-        asked = (names,) if isinstance(names, str) else tuple(names) if isinstance(names, Iterable) else (names,)
-        key = (asked, self.get_rank())
-        found = self._submeshes.get(key)
-        if found is None:
-            if not asked or not all(isinstance(name, str) for name in asked):
-                raise TypeError(
-                    f'mesh[...] takes axis names, as in mesh["tp"] or mesh["dp", "tp"], not {names!r}: {self}'
-                )
-            if self._names is None:
-                raise ValueError(f"{self} has no axis names, so {asked} cannot be cut out of it; give mesh_dim_names")
-            if len(set(asked)) < len(asked):
-                raise ValueError(f"{asked} names an axis of {self} twice")
-            blocks = self._axis_family(asked[0])
-            for name in asked[1:]:
-                joined = join_families(blocks, self._axis_family(name))
-                if joined is None:
-                    raise ValueError(f"axis {name!r} is not independent of {asked[: asked.index(name)]} in {self}")
-                blocks = joined
-            found = self._submeshes[key] = self._derive(blocks, asked)
-        return found
-
-    def _axis_family(self, name: str) -> Ranks:
-        flattened = self.root._flattened
-        if name in flattened and name not in (self._names or ()):
-            blocks = flattened[name]
-            owner = block_positions(self._blocks)[0]
-            if (owner[blocks] == owner[blocks[:, :1]]).all():
-                return blocks
-        index = self.axis_index(name)
-        return np.moveaxis(self._blocks, index + 1, -1).reshape(-1, self._shape[index])
+        return mesh_cutting.submesh(self, names)
 
     def _derive(self, blocks: Ranks, names: tuple[str, ...] | None) -> DeviceMesh:
         """The mesh of this family that lies around this rank, or around the first one of this mesh."""
@@ -415,21 +210,7 @@ class DeviceMesh:
         >>> mesh["dp_cp", "tp"].shape
         (4, 2)
         """
-        if name is None and self._names is not None:
-            name = "_".join(self._names)
-        if self.ndim == 1 and (name is None or self._names == (name,)):
-            return self
-        blocks = self._blocks.reshape(len(self._blocks), -1)
-        if name is None:
-            return self._derive(blocks, None)
-        root = self.root
-        parse_names(self._device_type, self._mesh.ravel(), (name,))
-        known = root._axis_family(name) if name in (root._names or ()) else root._flattened.setdefault(name, blocks)
-        if not same_family(known, blocks):
-            raise ValueError(
-                f"{self} cannot be flattened as {name!r}: {root} has another axis of that name; give another"
-            )
-        return root[name]
+        return mesh_cutting.flatten(self, name)
 
     def unflatten(self, axis: Axis, sizes: Sequence[int], names: Sequence[str] | None = None) -> DeviceMesh:
         """The same ranks with one axis split into several.
@@ -438,23 +219,7 @@ class DeviceMesh:
         >>> mesh.unflatten("dp", (2, 2), ("replicate", "shard"))
         DeviceMesh('cpu', (replicate=2, shard=2, tp=2), ranks=[[[0, 1], [2, 3]], [[4, 5], [6, 7]]])
         """
-        index = self.axis_index(axis)
-        new_sizes = parse_shape(sizes, f"unflatten of {self}")
-        if math.prod(new_sizes) != self._shape[index]:
-            raise ValueError(
-                f"axis {axis!r} of {self} has {self._shape[index]} ranks and cannot be split into {new_sizes}"
-            )
-        if (names is None) != (self._names is None) or (names is not None and len(names) != len(new_sizes)):
-            raise ValueError(
-                f"axis {axis!r} of {self} split into {new_sizes} takes "
-                f"{'no names' if self._names is None else f'{len(new_sizes)} names'}, not {names!r}"
-            )
-        shape = self._shape[:index] + new_sizes + self._shape[index + 1 :]
-        new_names = None
-        if self._names is not None and names is not None:
-            new_names = self._names[:index] + tuple(names) + self._names[index + 1 :]
-        new_names = parse_names(self._device_type, self._mesh.reshape(shape), new_names)
-        return self._derive(self._blocks.reshape(-1, *shape), new_names)
+        return mesh_cutting.unflatten(self, axis, sizes, names)
 
     @staticmethod
     def concatenate(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
@@ -464,35 +229,7 @@ class DeviceMesh:
         >>> DeviceMesh.concatenate([mesh["tp"], mesh["dp"]]) == mesh["tp", "dp"]
         True
         """
-        meshes = list(meshes)
-        if not meshes:
-            raise ValueError("concatenate needs at least one mesh")
-        strangers = [mesh for mesh in meshes if not isinstance(mesh, DeviceMesh)]
-        if strangers:
-            raise TypeError(f"concatenate takes meshes, as in [mesh['tp'], mesh['dp']], not {strangers[0]!r}")
-        first = meshes[0]
-        names, blocks = first._names, first._blocks
-        for mesh in meshes[1:]:
-            if mesh.root != first.root:
-                raise ValueError(
-                    f"concatenate joins sub-meshes of one root; {first} was cut out of {first.root}, "
-                    f"but {mesh} out of {mesh.root}"
-                )
-            joined = join_families(blocks, mesh._blocks)
-            if joined is None:
-                raise ValueError(f"the axes of {mesh} are not independent of those before it in concatenate({meshes})")
-            if names is None or mesh._names is None:
-                raise ValueError(f"concatenate needs axis names on every mesh: {meshes}")
-            names, blocks = names + mesh._names, joined
-        if len(meshes) == 1:
-            return first
-        result = first._derive(blocks, parse_names(first._device_type, blocks[0], names))
-        for mesh in meshes:
-            if not set(mesh._rank_list) <= set(result._rank_list):
-                raise ValueError(
-                    f"{mesh} does not lie around the same rank as {first}, so concatenate cannot join them"
-                )
-        return result
+        return mesh_cutting.concatenate(meshes)
 
     # ---------------------------------------------------------------- as a value
 
