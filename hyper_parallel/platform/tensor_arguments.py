@@ -8,12 +8,24 @@ from typing import Any
 
 from hyper_parallel.platform.framework_of import kind_of
 
-__all__ = ["chunk_bounds", "find_dtype", "require_tensor", "upward_slices"]
+__all__ = ["chunk_bounds", "find_dtype", "listed_tensors", "require_tensor", "upward_slices"]
 
 
 def require_tensor(kind: type, function: str, obj: object) -> None:
     if not isinstance(obj, kind):
         raise TypeError(f"{function} takes a tensor, got {kind_of(obj)}")
+
+
+def listed_tensors(kind: type, function: str, tensors: Any, what_to_give: str) -> list[Any]:
+    """One tensor or an iterable of them as a list; ``what_to_give`` instead of pairs of names and tensors."""
+    if isinstance(tensors, kind):
+        return [tensors]
+    tensors = list(tensors)
+    for position, tensor in enumerate(tensors):
+        if not isinstance(tensor, kind):
+            hint = f"; give {what_to_give}" if isinstance(tensor, (tuple, str)) else ""
+            raise TypeError(f"{function} takes tensors, got {type(tensor).__name__} at position {position}{hint}")
+    return tensors
 
 
 def find_dtype(given: Any, dtypes: Mapping[str, Any], abbreviations: Mapping[str, Any]) -> Any:

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 import hyper_parallel as hp
-from hyper_parallel.platform import collective_checks, get_platform
-from hyper_parallel.platform.torch import collectives, differentiable, group_facts, messages
+from hyper_parallel.platform import collective_checks, collective_observers, get_platform
+from hyper_parallel.platform.torch import collectives, differentiable, messages
 from tests.world import RanksFailed, run_on_ranks
 
 
@@ -29,7 +29,7 @@ def test_the_platform_calls_are_these():
         assert getattr(platform, name) is getattr(collectives, name)
     for name in messages.__all__:
         assert getattr(platform, name) is getattr(messages, name)
-    assert collectives.observers is group_facts.observers
+    assert collectives.observers is collective_observers.observers
 
 
 @run_on_ranks(2)

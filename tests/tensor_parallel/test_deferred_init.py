@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 import hyper_parallel as hp
-from tests.tensor_parallel.toy import Decoder, sp_plan, tp_plan, whole
+from tests.tensor_parallel.small_modules import tp_plan, whole
+from tests.tensor_parallel.toy import Decoder, sp_plan
 from tests.world import run_on_ranks
 
 only_on = "torch"  # PyTorch's initialisation; MindSpore's: test_deferred_init_mindspore.py

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import hyper_parallel as hp
-from tests.tensor_parallel.toy import Attention, same_as_one_device, whole
+from tests.tensor_parallel.small_modules import whole
+from tests.tensor_parallel.toy import Attention, same_as_one_device
 from tests.world import run_on_ranks
 
 only_on = "torch"  # modules of PyTorch; cells: test_styles_on_mindspore.py

@@ -7,7 +7,8 @@ import torch
 import torch.utils.checkpoint
 
 import hyper_parallel as hp
-from tests.tensor_parallel.toy import Attention, Block, same_as_one_device, sp_plan, tp_plan
+from tests.tensor_parallel.small_modules import tp_plan
+from tests.tensor_parallel.toy import Attention, Block, same_as_one_device, sp_plan
 from tests.world import run_on_ranks
 
 only_on = "torch"  # blocks of PyTorch's modules; cells: test_styles_on_mindspore.py

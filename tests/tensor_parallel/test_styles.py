@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import hyper_parallel as hp
-from tests.tensor_parallel.toy import Decoder, Mlp, same_as_one_device, sp_plan, tp_plan
+from tests.tensor_parallel.small_modules import tp_plan
+from tests.tensor_parallel.toy import Decoder, Mlp, same_as_one_device, sp_plan
 from tests.world import run_on_ranks
 
 only_on = "torch"  # modules of PyTorch; cells: test_styles_on_mindspore.py

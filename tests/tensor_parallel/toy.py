@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hyper_parallel as hp
+from tests.tensor_parallel.small_modules import whole
 
 
 class Attention(nn.Module):
@@ -82,18 +83,6 @@ class Decoder(nn.Module):
         return self.head(self.norm(x))
 
 
-def tp_plan() -> dict[str, Any]:
-    """Plain tensor parallelism of a :class:`Decoder`."""
-    return {
-        "embed": hp.RowwiseParallel(),
-        "blocks.*.attention.[qkv]": hp.ColwiseParallel(),
-        "blocks.*.attention.o": hp.RowwiseParallel(),
-        "blocks.*.mlp.up": hp.ColwiseParallel(),
-        "blocks.*.mlp.down": hp.RowwiseParallel(),
-        "head": hp.ColwiseParallel(output_layouts=hp.Replicate()),
-    }
-
-
 def sp_plan(local: bool = False) -> dict[str, Any]:
     """Sequence parallelism: activations between the half blocks are cut on the sequence."""
     cut, whole = hp.Shard(1), hp.Replicate()
@@ -111,10 +100,6 @@ def sp_plan(local: bool = False) -> dict[str, Any]:
         "norm": hp.SequenceParallel(use_local_output=local),
         "head": hp.ColwiseParallel(input_layouts=cut, output_layouts=whole),
     }
-
-
-def whole(value: torch.Tensor) -> torch.Tensor:
-    return value.full_tensor() if isinstance(value, hp.DTensor) else value
 
 
 def same_as_one_device(

@@ -8,8 +8,7 @@ group of one rank nothing is communicated. Mistakes that one rank can see are ra
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -22,6 +21,7 @@ from hyper_parallel.platform.collective_checks import (
     describe_call,
     short,
 )
+from hyper_parallel.platform.collective_observers import CollectiveCall, notify_observers, observers
 from hyper_parallel.platform.framework_of import kind_of
 from hyper_parallel.platform.host_collectives import why_not
 from hyper_parallel.platform.mindspore import wires
@@ -44,28 +44,6 @@ __all__ = [
     "reduce_scatter_tensor",
     "send_object_list",
 ]
-
-
-@dataclass(frozen=True)
-class CollectiveCall:
-    """What an observer is told: this rank is about to communicate ``num_bytes`` bytes of input."""
-
-    op: str
-    group: ProcessGroup
-    shape: tuple[int, ...]
-    dtype: Any
-    num_bytes: int
-    async_op: bool
-
-
-# Called with every collective and message of tensors that is about to be communicated.
-observers: list[Callable[[CollectiveCall], None]] = []
-
-
-def notify_observers(op: str, group: ProcessGroup, data: Tensor, async_op: bool) -> None:
-    call = CollectiveCall(op, group, tuple(data.shape), data.dtype, data.numel() * data.itemsize, async_op)
-    for observer in observers:
-        observer(call)
 
 
 def where(group: ProcessGroup) -> str:

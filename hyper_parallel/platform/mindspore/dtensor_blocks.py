@@ -8,6 +8,7 @@ put together by operators that make new tensors: MindSpore loses writes into vie
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 from mindspore import mint, ops
@@ -182,12 +183,7 @@ def _part(tensor: Any, box: Box) -> Any:
 
 
 def _numel(box: Box | None) -> int:
-    if box is None:
-        return 0
-    numel = 1
-    for _, length in box:
-        numel *= length
-    return numel
+    return 0 if box is None else prod(length for _, length in box)
 
 
 def _padded(tensor: Any, dim: int, size: int) -> Any:

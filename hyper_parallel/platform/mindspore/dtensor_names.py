@@ -17,6 +17,7 @@ attributes; so only those without influence on layouts may be passed on, and all
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -243,22 +244,15 @@ def _renamed(kwargs: dict[str, Any]) -> dict[str, Any]:
     return renamed
 
 
-def _translates(*ms_names: str) -> Callable[[Callable[..., Call]], Callable[..., Call]]:
-    def register(function: Callable[..., Call]) -> Callable[..., Call]:
-        for ms_name in ms_names:
-            TRANSLATED[ms_name] = function
+def _enters(table: dict[str, Any], *ms_names: str) -> Callable[[Any], Any]:
+    def register(function: Any) -> Any:
+        table.update(dict.fromkeys(ms_names, function))
         return function
 
     return register
 
 
-def _composes(*ms_names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        for ms_name in ms_names:
-            COMPOSED[ms_name] = function
-        return function
-
-    return register
+_translates, _composes = functools.partial(_enters, TRANSLATED), functools.partial(_enters, COMPOSED)
 
 
 def _with_dtype(neutral: str, *ms_names: str) -> None:

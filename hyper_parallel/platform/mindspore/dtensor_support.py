@@ -11,8 +11,9 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, mint, nn
 
-from hyper_parallel.platform.mindspore import collectives, private_api, steady
+from hyper_parallel.platform.collective_observers import observe
 from hyper_parallel.platform.mindspore import dtensor_ops_reductions as reductions
+from hyper_parallel.platform.mindspore import private_api, steady
 from hyper_parallel.platform.mindspore.dtensor_base import DTensorBase, as_dtensor, local_alias
 from hyper_parallel.platform.mindspore.dtensor_ops_writes import copy_
 from hyper_parallel.platform.mindspore.groups import get_process_group_ranks
@@ -140,13 +141,7 @@ def register_forward_hook(
 
 def observe_collectives(tell: Callable[[str, list[int], Any, str, int, bool], None]) -> Callable[[], None]:
     """Call ``tell(op, ranks, shape, dtype, num_bytes, async_op)`` before every collective; returns how to stop."""
-
-    def observer(call: collectives.CollectiveCall) -> None:
-        ranks = get_process_group_ranks(call.group)
-        tell(call.op, ranks, call.shape, dtype_name(call.dtype), call.num_bytes, call.async_op)
-
-    collectives.observers.append(observer)
-    return lambda: collectives.observers.remove(observer)
+    return observe(tell, get_process_group_ranks, dtype_name)
 
 
 @contextmanager

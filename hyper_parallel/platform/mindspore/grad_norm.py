@@ -18,6 +18,7 @@ from hyper_parallel.platform.mindspore import collectives, private_api
 from hyper_parallel.platform.mindspore.memory import write
 from hyper_parallel.platform.mindspore.steady import power
 from hyper_parallel.platform.mindspore.tensors import cat, detached, full, is_meta, tensor_type_cast, zeros
+from hyper_parallel.platform.tensor_arguments import listed_tensors
 
 __all__ = [
     "block_norms",
@@ -171,11 +172,4 @@ def _block(tensor: Any) -> Tensor:
 
 
 def _as_list(function: str, tensors: Tensors) -> list[Tensor]:
-    if isinstance(tensors, Tensor):
-        return [tensors]
-    tensors = list(tensors)
-    for position, tensor in enumerate(tensors):
-        if not isinstance(tensor, Tensor):
-            hint = "; give model.get_parameters()" if isinstance(tensor, (tuple, str)) else ""
-            raise TypeError(f"{function} takes tensors, got {type(tensor).__name__} at position {position}{hint}")
-    return tensors
+    return listed_tensors(Tensor, function, tensors, "model.get_parameters()")

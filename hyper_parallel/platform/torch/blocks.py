@@ -7,6 +7,7 @@ the place of the i-th of them in the group, None when the two orders agree. Noth
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -146,12 +147,7 @@ def _index(box: Box) -> tuple[slice, ...]:
 
 
 def _numel(box: Box | None) -> int:
-    if box is None:
-        return 0
-    numel = 1
-    for _, length in box:
-        numel *= length
-    return numel
+    return 0 if box is None else prod(length for _, length in box)
 
 
 def _padded(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:

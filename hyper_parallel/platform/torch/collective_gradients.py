@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from hyper_parallel.platform.collective_gradients import Framework, make_functions
+from hyper_parallel.platform.collective_observers import notify_observers, observers
 from hyper_parallel.platform.torch import collectives, group_facts, groups
 from hyper_parallel.platform.torch.lost_ranks import completed
 
@@ -27,8 +28,8 @@ def _exchange(tensor: torch.Tensor, peer_rank: int, group: dist.ProcessGroup) ->
     if tensor.numel() == 0:
         return received
     groups.wait_until_connected(group)
-    if group_facts.observers:
-        group_facts.notify_observers("p2p_exchange", group, tensor, False)
+    if observers:
+        notify_observers("p2p_exchange", group, tensor, False)
     # As bytes, which every backend moves. In one batch: two ranks that each send first and receive after would
     # block each other on an accelerator.
     sent = group_facts.as_bytes(group_facts.contiguous(tensor))

@@ -26,10 +26,10 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions
 
 from hyper_parallel.platform.collective_checks import check_splits
+from hyper_parallel.platform.collective_observers import CollectiveCall, notify_observers, observers
 from hyper_parallel.platform.torch import groups
 from hyper_parallel.platform.torch.agreement import COMPARES_RANKS, compare_ranks
 from hyper_parallel.platform.torch.group_facts import (
-    CollectiveCall,
     GroupFacts,
     PendingResult,
     Reduction,
@@ -42,8 +42,6 @@ from hyper_parallel.platform.torch.group_facts import (
     group_rank_of,
     known_facts,
     make_options,
-    notify_observers,
-    observers,
 )
 from hyper_parallel.platform.torch.groups import DONE, connecting
 from hyper_parallel.platform.torch.lost_ranks import completed

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from hyper_parallel.platform.torch import collectives, dtensor_gradients
+from hyper_parallel.platform.collective_observers import observe
+from hyper_parallel.platform.torch import dtensor_gradients
 from hyper_parallel.platform.torch.checkpoint_inputs import keep_labels_of_inputs
 from hyper_parallel.platform.torch.devices import get_device_type
 from hyper_parallel.platform.torch.dtensor_base import (
@@ -202,13 +203,7 @@ def wrap_result(kind: type, result: Any, layout: Any, shape: Any) -> Any:
 
 def observe_collectives(tell: Callable[[str, list[int], Any, str, int, bool], None]) -> Callable[[], None]:
     """Call ``tell(op, ranks, shape, dtype, num_bytes, async_op)`` before every collective; returns how to stop."""
-
-    def observer(call: collectives.CollectiveCall) -> None:
-        ranks = get_process_group_ranks(call.group)
-        tell(call.op, ranks, call.shape, dtype_name(call.dtype), call.num_bytes, call.async_op)
-
-    collectives.observers.append(observer)
-    return lambda: collectives.observers.remove(observer)
+    return observe(tell, get_process_group_ranks, dtype_name)
 
 
 @contextmanager

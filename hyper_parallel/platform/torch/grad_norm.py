@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from hyper_parallel.platform.tensor_arguments import listed_tensors
 from hyper_parallel.platform.torch import collectives
 from hyper_parallel.platform.torch.dtensor_base import DTensorBase, detached
 
@@ -174,14 +175,7 @@ def _combine_norms(norms: list[torch.Tensor], norm_type: float, device: torch.de
 
 
 def _as_list(function: str, tensors: Tensors) -> list[torch.Tensor]:
-    if isinstance(tensors, torch.Tensor):
-        return [tensors]
-    tensors = list(tensors)
-    for position, tensor in enumerate(tensors):
-        if not isinstance(tensor, torch.Tensor):
-            hint = "; give model.parameters(), not model.named_parameters()" if isinstance(tensor, (tuple, str)) else ""
-            raise TypeError(f"{function} takes tensors, got {type(tensor).__name__} at position {position}{hint}")
-    return tensors
+    return listed_tensors(torch.Tensor, function, tensors, "model.parameters(), not model.named_parameters()")
 
 
 def _group_by_device_and_dtype(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -16,22 +15,6 @@ from hyper_parallel.platform.framework_of import kind_of
 from hyper_parallel.platform.torch import groups
 from hyper_parallel.platform.torch.lost_ranks import completed, introduce
 from hyper_parallel.platform.torch.reductions import BACKENDS, OTHER_BACKEND, Carrier, find_carrier, why_not
-
-
-@dataclass(frozen=True)
-class CollectiveCall:
-    """What an observer is told: this rank is about to communicate ``num_bytes`` bytes of input."""
-
-    op: str
-    group: dist.ProcessGroup
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    num_bytes: int
-    async_op: bool
-
-
-# Called with every collective and message of tensors that is about to be communicated.
-observers: list[Callable[[CollectiveCall], None]] = []
 
 
 class PendingResult:
@@ -175,12 +158,6 @@ def peer_of(function: str, rank: int | None, role: str, facts: GroupFacts) -> in
     if place == facts.rank:
         raise ValueError(f"{function} {facts.where()}: {role}={rank} is this rank itself; copy the tensor instead")
     return place
-
-
-def notify_observers(op: str, group: dist.ProcessGroup, data: torch.Tensor, async_op: bool) -> None:
-    call = CollectiveCall(op, group, tuple(data.shape), data.dtype, data.numel() * data.element_size(), async_op)
-    for observer in observers:
-        observer(call)
 
 
 # ---------------------------------------------------------------- memory

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hyper_parallel.platform.collective_observers import notify_observers, observers
 from hyper_parallel.platform.torch import groups
 from hyper_parallel.platform.torch.group_facts import (
     GroupFacts,
@@ -18,8 +19,6 @@ from hyper_parallel.platform.torch.group_facts import (
     find_facts,
     find_movable,
     known_facts,
-    notify_observers,
-    observers,
     peer_of,
 )
 from hyper_parallel.platform.torch.groups import connecting
