@@ -1,7 +1,7 @@
 """PyTorch's own operator database under random layouts: which operators are right, and which of them gather.
 
-``python -m tests.shard.op_coverage`` runs the whole database and writes ``docs/ops.md``; ``--form`` and ``--dtype``
-try the other forms of an operator (see ``op_trials``).
+``python -m tests.shard.op_coverage`` runs the whole database, ``--write docs/ops.md`` writes that page; ``--form`` and
+``--dtype`` try the other forms of an operator (see ``op_trials``).
 """
 
 from __future__ import annotations
