@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -71,7 +71,7 @@ class Copying:
         self._pieces = _pieces(pairs)
         self._lock = threading.Lock()
         count = min(_num_threads(), -(-sum(len(source) for source, _ in in_host) // _PIECE))
-        self._threads = [threading.Thread(target=self._copy, daemon=True) for _ in range(count)]
+        self._threads = [_thread(self._copy) for _ in range(count)]
         for thread in self._threads:
             thread.start()
 
@@ -104,7 +104,7 @@ class Copying:
             done = self.process.copy_guarded(Guard([Span(*part[:2]) for part in parts]), parts)
         except OSError:
             return in_host
-        self._guarded = threading.Thread(target=_keep, args=(kept, done), daemon=True)
+        self._guarded = _thread(_keep, kept, done)
         self._guarded.start()
         return rest
 
@@ -135,6 +135,11 @@ class Copying:
         if self._on_device:
             get_platform().copy_raw_to_host(self._on_device)
         return self._described
+
+
+def _thread(target: Callable[..., None], *args: Any) -> threading.Thread:
+    """One of those of the library: a platform may be able to call operators beside them only."""
+    return threading.Thread(target=target, args=args, name=f"hyper_parallel-{target.__name__}", daemon=True)
 
 
 def _keep(sources: list[Any], done: int) -> None:
