@@ -219,12 +219,6 @@ def test_a_healthy_machine_misses_nothing():
             "GLOO_SOCKET_IFNAME=lo",
         ),
         (
-            {"platform__chosen": "mindspore", "platform__usable": False, "platform__supported": ["torch"]},
-            "error",
-            "this version of HyperParallel cannot run on MindSpore",
-            "export HYPER_PARALLEL_PLATFORM=torch",
-        ),
-        (
             {"platform__chosen": "mindspore", "platform__usable": False},
             "error",
             "MindSpore was asked for",

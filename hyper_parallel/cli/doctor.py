@@ -54,12 +54,6 @@ def _platform_problems(facts: dict[str, Any]) -> list[Problem]:
         problem = "neither PyTorch nor MindSpore is installed"
         fix = "\nor: ".join(pip_install(*requirements_of(name)) for name in supported)
         found.append(Problem("error", problem, fix))
-    elif chosen not in supported:
-        problem = f"this version of HyperParallel cannot run on {FRAMEWORKS[chosen]} ({platform['reason']})"
-        fixes = [f"export {PLATFORM_VARIABLE}={name}" for name in supported]
-        if other is None:
-            fixes += [pip_install(*requirements_of(name)) for name in supported]
-        found.append(Problem("error", problem, "\n".join(fixes)))
     elif versions[chosen] is None:
         fix = pip_install(*requirements_of(chosen))
         if other:

@@ -100,11 +100,6 @@ def is_installed(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 
 
-def has_platform(framework: str) -> bool:
-    """Whether this version of HyperParallel can run on the framework, installed or not."""
-    return is_installed(f"hyper_parallel.platform.{framework}")
-
-
 def version_of(module: str) -> str | None:
     """The installed version of a package, from its metadata."""
     try:
@@ -175,7 +170,7 @@ def _choose(variable: str | None, installed: Mapping[str, bool], actual: ProbeRe
     unset = f"{PLATFORM_VARIABLE} is not set"
     if not any(installed.values()):
         return None, f"{unset}, and neither PyTorch nor MindSpore is installed"
-    expected = "mindspore" if installed["mindspore"] and has_platform("mindspore") else "torch"
+    expected = "mindspore" if installed["mindspore"] else "torch"
     chosen = _PLATFORM_OF_TYPE.get(actual.facts["type"], expected) if actual.facts else expected
     if chosen == "mindspore":
         return chosen, f"{unset}, and MindSpore, which is preferred, is installed"
@@ -206,7 +201,7 @@ def gather(probe: bool = False) -> dict[str, Any]:
             "variable": variable,
             "usable": actual.facts is not None,
             "error": actual.error,
-            "supported": [name for name in FRAMEWORKS if has_platform(name)],
+            "supported": list(FRAMEWORKS),
         },
         "versions": {
             "python": python_platform.python_version(),

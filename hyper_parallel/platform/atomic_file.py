@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-__all__ = ["PARTIAL_SUFFIX", "atomic_file", "remove_leftovers"]
+__all__ = ["PARTIAL_SUFFIX", "atomic_file", "fsync_path", "remove_leftovers"]
 
 PARTIAL_SUFFIX = ".hyper-parallel-partial"
 
@@ -42,7 +42,7 @@ def atomic_file(path: str | os.PathLike) -> Iterator[Path]:
     try:
         yield aside
         # By name: should the block have made a new file of that name after all, that is the one to flush.
-        _fsync(aside)
+        fsync_path(aside)
         os.replace(aside, target)
     except BaseException:
         with suppress(FileNotFoundError):
@@ -50,7 +50,7 @@ def atomic_file(path: str | os.PathLike) -> Iterator[Path]:
         raise
     finally:
         os.close(lock)
-    _fsync(target.parent)
+    fsync_path(target.parent)
 
 
 def remove_leftovers(path: str | os.PathLike) -> list[Path]:
@@ -87,7 +87,8 @@ def _try_lock(descriptor: int) -> bool:
     return True
 
 
-def _fsync(path: Path) -> None:
+def fsync_path(path: Path) -> None:
+    """Wait until a file, or which names a directory has, is on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

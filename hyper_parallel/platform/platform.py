@@ -824,14 +824,7 @@ def get_mindspore_platform() -> Platform:
     """Make MindSpore the platform of this process."""
     global _current
     if not _mindspore_is_there():
-        raise ImportError(
-            "MindSpore cannot be used: "
-            + (
-                "this version of HyperParallel has no MindSpore platform; set HYPER_PARALLEL_PLATFORM=torch"
-                if importlib.util.find_spec("mindspore")
-                else "it is not installed; run: pip install 'hyper-parallel[mindspore]'"
-            )
-        )
+        raise ImportError("MindSpore cannot be used: it is not installed; run: pip install 'hyper-parallel[mindspore]'")
     from hyper_parallel.platform.mindspore.platform import MindSporePlatform
 
     if not isinstance(_current, MindSporePlatform):
@@ -840,9 +833,7 @@ def get_mindspore_platform() -> Platform:
 
 
 def _mindspore_is_there() -> bool:
-    return bool(
-        importlib.util.find_spec("mindspore") and importlib.util.find_spec(f"{__package__}.mindspore") is not None
-    )
+    return importlib.util.find_spec("mindspore") is not None
 
 
 def _find_platform() -> Platform:

@@ -37,6 +37,7 @@ from hyper_parallel.core.distributed_checkpoint.storage import (
     not_found,
 )
 from hyper_parallel.core.distributed_checkpoint.write_back import begin_write_back
+from hyper_parallel.platform.atomic_file import fsync_path
 
 _MAX_BUFFERS = 1024  # of one writev
 _MIN_WRITE = 1 << 20  # bytes of one writev, where there are as many
@@ -89,7 +90,7 @@ class FileSystemWriter(StorageWriter):
 
     def flush(self) -> None:
         if self._sync:
-            _fsync(self._root)
+            fsync_path(self._root)
 
     def commit(self, metadata: bytes, files: Iterable[str]) -> None:
         there = set(os.listdir(self._root))
@@ -99,11 +100,11 @@ class FileSystemWriter(StorageWriter):
         aside = self._root / aside_file_name(self._save_name)
         self.write_file(aside.name, [metadata])
         if self._sync:
-            _fsync(self._root)
+            fsync_path(self._root)
         os.replace(aside, self._root / METADATA_FILE)
         if self._sync:
-            _fsync(self._root)
-            _fsync(self._root.parent)
+            fsync_path(self._root)
+            fsync_path(self._root.parent)
         remove_unnamed(self._root)
 
     def discard(self, names: Iterable[str]) -> None:
@@ -242,11 +243,3 @@ def _write_batch(descriptor: int, views: list[memoryview]) -> None:
             written -= len(views.pop(0))
         if written:
             views[0] = views[0][written:]
-
-
-def _fsync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

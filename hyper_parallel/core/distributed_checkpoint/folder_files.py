@@ -24,6 +24,7 @@ from hyper_parallel.core.distributed_checkpoint.metadata import dtype_size
 from hyper_parallel.core.distributed_checkpoint.safetensors_folder import INDEX_FILE, SINGLE_FILE, raw_dtype
 from hyper_parallel.core.distributed_checkpoint.shard_file import DTYPE_OF_SAFETENSORS_NAME
 from hyper_parallel.core.distributed_checkpoint.storage import local_path, storage_for
+from hyper_parallel.platform.atomic_file import fsync_path
 
 Shape = tuple[int, ...]
 
@@ -210,20 +211,12 @@ def commit_folder(aside: Path, target: Path, plan: FolderPlan) -> None:
             file.write(plan.index(names))
             file.flush()
             os.fsync(file.fileno())
-        _fsync(target)
+        fsync_path(target)
         os.replace(index, target / INDEX_FILE)
         doomed = old_weights
-    _fsync(target)
+    fsync_path(target)
     for name in doomed:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(target / name)
-    _fsync(target)
-    _fsync(target.parent)
-
-
-def _fsync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    fsync_path(target)
+    fsync_path(target.parent)
