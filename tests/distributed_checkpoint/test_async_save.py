@@ -14,7 +14,7 @@ import torch
 import hyper_parallel as hp
 from hyper_parallel import checkpoint as ckpt
 from hyper_parallel.core.distributed_checkpoint import async_save as async_save_module
-from hyper_parallel.core.distributed_checkpoint import staging
+from hyper_parallel.core.distributed_checkpoint import background, staging
 from hyper_parallel.core.distributed_checkpoint.page_guard import can_copy_from
 from tests.distributed_checkpoint.background_storage import (
     DyingWriter,
@@ -63,8 +63,8 @@ def _spoil(state: dict) -> None:
 
 
 def _writer_pid() -> int:
-    (background,) = [b for key, b in async_save_module._Background._all.items() if key != "alone"]
-    return background._process.pid
+    (saves,) = [saves for key, saves in async_save_module._Background._all.items() if key != "alone"]
+    return saves._process.pid
 
 
 @pytest.mark.parametrize("guarded", [False, True])
@@ -112,14 +112,14 @@ def _state_is_taken_at_once_and_memory_is_kept(tmp_path: Path) -> None:
 
 
 def _the_plan_is_kept_while_every_rank_holds_what_it_held(tmp_path: Path, mesh) -> None:
-    (background,) = async_save_module._Background._all.values()
+    (saves,) = async_save_module._Background._all.values()
     last = dist.get_rank() == mesh.size() - 1
     plans = []
     for number, has_more in enumerate((False, False, True, True, False, False)):
         extra = {"on_one": ours(torch.ones(2))} if last and has_more else {}
         handle = ckpt.async_save(state := _state(mesh, float(number)) | extra, checkpoint_id=tmp_path / "k")
         _spoil(state)
-        plans.append(background.known_plan)
+        plans.append(saves.known_plan)
         handle.result()
         _assert_loads(tmp_path / "k", mesh, float(number))
         if has_more:
@@ -129,13 +129,13 @@ def _the_plan_is_kept_while_every_rank_holds_what_it_held(tmp_path: Path, mesh) 
     assert [plans[n] is plans[n + 1] for n in range(5)] == [True, False, True, False, True]
     # The copy was begun with the plan that another rank finds to be no longer the right one.
     copies = []
-    begin = background.begin_copy
-    background.begin_copy = lambda *args: copies.append(begin(*args))
+    begin = saves.begin_copy
+    saves.begin_copy = lambda *args: copies.append(begin(*args))
     extra = {"on_one": ours(torch.ones(2))} if last else {}
     ckpt.async_save(_state(mesh, 1.0) | extra, checkpoint_id=tmp_path / "k").result()
     _assert_loads(tmp_path / "k", mesh, 1.0)
     assert len(copies) == (not last)
-    del background.begin_copy
+    del saves.begin_copy
 
 
 def _alone_pid() -> int:
@@ -258,6 +258,29 @@ def test_a_writer_that_is_killed(tmp_path: Path) -> None:
         _assert_loads(folder, mesh, 5.0)
         ckpt.async_save(_state(mesh, 6.0), checkpoint_id=folder).result()
     _assert_loads(folder, mesh, 6.0)
+
+
+@run_on_ranks(2)
+def test_a_writer_that_cannot_be_started(tmp_path: Path) -> None:
+    mesh = hp.init_device_mesh("cpu", (2,))
+    folder = tmp_path / "c"
+    ckpt.save(_state(mesh, 0.0), checkpoint_id=folder)
+
+    def refuse(*args):
+        raise BlockingIOError(11, "too many processes")
+
+    for unlucky in range(2):
+        async_save_module._finish_all()
+        with pytest.MonkeyPatch.context() as patch:
+            if dist.get_rank() == unlucky:
+                patch.setattr(background, "_start", refuse)
+            handle = ckpt.async_save(_state(mesh, 1.0), checkpoint_id=folder)
+        said = rf"rank {unlucky} (cannot be started: .*too many processes|is gone)|rank {unlucky}: it is gone"
+        with pytest.raises(ckpt.CheckpointError, match=said):
+            handle.result()
+        _assert_loads(folder, mesh, 0.0)
+    ckpt.async_save(_state(mesh, 2.0), checkpoint_id=folder).result()
+    _assert_loads(folder, mesh, 2.0)
 
 
 @run_on_ranks(4)

@@ -23,7 +23,6 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import json
-import mmap
 import os
 import select
 import signal
@@ -36,10 +35,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from hyper_parallel.core.distributed_checkpoint.agreement import Agreement
 from hyper_parallel.core.distributed_checkpoint.page_guard import Guard, Part
+from hyper_parallel.core.distributed_checkpoint.shared_memory import SharedMemory
 from hyper_parallel.core.distributed_checkpoint.writer_process import HELLO, receive_message, send_message
 
 # `hyper_parallel.core` brings in the framework. The writer process needs one of its rooms and not the front door.
@@ -51,8 +49,6 @@ core.__path__ = [os.path.join(folder, "core") for folder in folders]
 sys.modules["hyper_parallel.core"] = core
 runpy.run_module("hyper_parallel.core.distributed_checkpoint.writer_process", run_name="__main__")
 """
-_PAGE = 1 << 12
-_GROWTH = 1 << 21  # Memory is taken in these steps.
 
 
 class Address(NamedTuple):
@@ -67,55 +63,42 @@ class WriterProcess:
     """A writer process and what this rank shares with it. One job at a time."""
 
     def __init__(self, agreement: Agreement) -> None:
-        """Every rank calls: start the writer processes of all ranks, connected to each other."""
+        """Every rank calls: connect the writer processes of all ranks, which start with the first job."""
         self.rank, self.world_size = agreement.rank, agreement.world_size
         self._owner = os.getpid()
         self._lock = threading.Lock()
-        self._memory: mmap.mmap | None = None
-        self._array = np.empty(0, np.uint8)
+        self._memory: SharedMemory | None = None
         self._answer: Any = None
         self.is_busy = False
         self.is_broken = False
         self.can_guard = False  # until the writer says that it can copy from this process, see ``page_guard.py``
-        listener = link = None
-        token = b""
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ended = -1
+        self._token = b""
+        self._ends: dict[str, socket.socket | None] = {"listener": None, "link": None}
         if self.world_size > 1:
-            listener, address = _open_listener(agreement)
-            token = address.token
-            link = _connect(agreement, address)
-        control, far = socket.socketpair()
-        try:
-            self._process = _start(far, listener, link, self.rank, self.world_size, token)
-        finally:
-            for end in (far, listener, link):
-                if end is not None:
-                    end.close()
-        self._control = control
-        self._ended = os.pidfd_open(self._process.pid)
+            self._ends["listener"], address = _open_listener(agreement)
+            self._token = address.token
+            self._ends["link"] = _connect(agreement, address)
+        self._control, self._ends["control"] = socket.socketpair()
 
     @property
     def pid(self) -> int:
-        """The writer's process number."""
+        """The writer's process number, after the first job has begun."""
+        assert self._process is not None
         return self._process.pid
 
     # ---------------------------------------------------------------- memory
 
-    def memory(self, num_bytes: int) -> np.ndarray[Any, Any]:
+    def memory(self, num_bytes: int) -> SharedMemory:
         """Shared memory of at least this size: the one of the last save if that is large enough."""
-        if num_bytes > len(self._array):
-            self._array = np.empty(0, np.uint8)
-            self._memory = None  # before the new one: only one of them at a time
-            size = -(-num_bytes // _GROWTH) * _GROWTH
-            file = os.memfd_create("hyper-parallel-checkpoint", os.MFD_CLOEXEC)
-            try:
-                os.ftruncate(file, size)
-                # All pages at once: cheaper than one fault for each.
-                self._memory = mmap.mmap(file, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-                self._array = np.frombuffer(self._memory, np.uint8)
-                self._send(("memory", size), (file,))
-            finally:
-                os.close(file)
-        return self._array
+        if self._memory is None or num_bytes > self._memory.size:
+            if self._memory is not None:
+                self._memory.close()  # before the new one: only one of them at a time
+                self._memory = None
+            self._memory = SharedMemory(num_bytes)
+            self._send(("memory", self._memory.size), (self._memory.file,))
+        return self._memory
 
     def copy_guarded(self, guard: Guard, parts: Sequence[Part]) -> int:
         """Protect pages of this process and let the writer copy them; it has the guard then, and this process not.
@@ -145,7 +128,24 @@ class WriterProcess:
         assert not self.is_busy
         self._answer = None
         self.is_busy = True
+        if self._process is None:
+            self._start()
         self._send(("job", job))
+
+    def _start(self) -> None:
+        """Start the writer. It takes a second of a processor, so only now, behind the copy that training waits for."""
+        try:
+            self._process = _start(self._ends, self.rank, self.world_size, self._token)
+            self._ended = os.pidfd_open(self._process.pid)
+        except OSError as error:
+            self._end_job("failed", ("lost", self._obituary(f"cannot be started: {error}")))
+        finally:
+            self._close_ends()
+
+    def _close_ends(self) -> None:
+        for end in self._ends.values():
+            if end is not None:
+                end.close()
 
     def _send(self, message: Any, files: tuple[int, ...] = ()) -> None:
         # A writer that is gone is found out when its answer is awaited.
@@ -170,19 +170,25 @@ class WriterProcess:
             answer = receive_message(self._control, self._ended)[0]
         except Exception as error:  # ParentGone, EOFError, ConnectionResetError: all the same
             del error
-            answer = ("failed", ("lost", self._epitaph()))
+            answer = ("failed", ("lost", self._obituary(self._how_it_ended())))
         kind, value = answer
         if kind == "ready":
             self.can_guard = value
             return
-        self._answer = answer
+        self._end_job(kind, value)
+
+    def _end_job(self, kind: str, value: Any) -> None:
+        self._answer = kind, value
         if kind == "failed" and value[0] == "lost":
             self.is_broken = True
         self.is_busy = False
 
-    def _epitaph(self) -> str:
+    def _how_it_ended(self) -> str:
+        assert self._process is not None
         code = self._process.wait()
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+
+    def _obituary(self, how: str) -> str:
         return (
             f"saving failed: the process that writes the checkpoint for rank {self.rank} {how}; the previous "
             "checkpoint is untouched"
@@ -200,10 +206,13 @@ class WriterProcess:
         if self._owner != os.getpid():
             return
         self._control.close()
-        self._process.wait()
-        os.close(self._ended)
-        self._array = np.empty(0, np.uint8)
-        self._memory = None
+        self._close_ends()
+        if self._process is not None:
+            self._process.wait()
+            os.close(self._ended)
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
 
 
 def wait_for_end(file: int) -> None:
@@ -212,18 +221,8 @@ def wait_for_end(file: int) -> None:
         pipe.read()
 
 
-def _start(
-    control: socket.socket,
-    listener: socket.socket | None,
-    link: socket.socket | None,
-    rank: int,
-    world_size: int,
-    token: bytes,
-) -> subprocess.Popen[bytes]:
-    numbers = {
-        name: None if end is None else end.fileno()
-        for name, end in (("control", control), ("listener", listener), ("link", link))
-    }
+def _start(ends: dict[str, socket.socket | None], rank: int, world_size: int, token: bytes) -> subprocess.Popen[bytes]:
+    numbers = {name: None if end is None else end.fileno() for name, end in ends.items()}
     setup = {
         **numbers,
         "parent": os.getpid(),

@@ -50,13 +50,14 @@ class Copying:
         for item in items:
             starts.append(at)
             at += -(-len(item.data) // _ALIGNMENT) * _ALIGNMENT
-        memory = process.memory(at)
+        self._memory = process.memory(at)
         self._described: list[tuple[Any, ...]] = []
         self._on_device: list[tuple[Any, Any]] = []
         in_host: list[tuple[Any, int]] = []
         for item, start in zip(items, starts, strict=True):
             if isinstance(item.data, DeviceBytes):
-                self._on_device.append((item.data.tensor, memory[start : start + len(item.data)]))
+                place = self._memory.array[start : start + len(item.data)]
+                self._on_device.append((item.data.tensor, place))
             elif len(item.data):
                 in_host.append((np.frombuffer(item.data, np.uint8), start))
             index = item.index
@@ -66,9 +67,8 @@ class Copying:
         self._guarded: threading.Thread | None = None
         if not copy_first and process.can_guard and get_platform().get_device_type() == "cpu":
             in_host = self._guard(in_host)
-        pairs = [(source, memory[start : start + len(source)]) for source, start in in_host]
         self._error: BaseException | None = None
-        self._pieces = _pieces(pairs)
+        self._pieces = _pieces(in_host)
         self._lock = threading.Lock()
         count = min(_num_threads(), -(-sum(len(source) for source, _ in in_host) // _PIECE))
         self._threads = [_thread(self._copy) for _ in range(count)]
@@ -112,10 +112,10 @@ class Copying:
         try:
             while True:
                 with self._lock:
-                    source, place = next(self._pieces, (None, None))
+                    source, start = next(self._pieces, (None, 0))
                 if source is None:
                     return
-                place[:] = source  # without the interpreter's lock
+                self._memory.write(start, source)
         except BaseException as error:
             self._error = error
 
@@ -134,6 +134,7 @@ class Copying:
             raise self._error
         if self._on_device:
             get_platform().copy_raw_to_host(self._on_device)
+        self._memory.is_new = False
         return self._described
 
 
@@ -148,11 +149,11 @@ def _keep(sources: list[Any], done: int) -> None:
     sources.clear()
 
 
-def _pieces(pairs: list[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
-    for source, place in pairs:
+def _pieces(in_host: list[tuple[Any, int]]) -> Iterator[tuple[Any, int]]:
+    for source, start in in_host:
         step = _PIECE if len(source) < _LONG_PIECE else _LONG_PIECE
         for at in range(0, len(source), step):
-            yield source[at : at + step], place[at : at + step]
+            yield source[at : at + step], start + at
 
 
 def _num_threads() -> int:
