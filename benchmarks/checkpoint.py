@@ -5,9 +5,10 @@ does the same thing with all three, in another order each time; a time is the sl
 rounds. Everybody fsyncs its files: we do, torch does by default, and so does the bare writing. Before each save the
 disk has finished what was written before. Loading is from files in the page cache for all. *Stall* is how long
 ``async_save`` keeps its caller; torch's gets a process group of its own, without which its thread would mix up its
-messages with those of the program. It is a copy of the state and little else, for both: torch's goes to new memory, and
-is quick in rounds in which the allocator has some at hand from before, so the median is shown too. Memory is the
-largest growth of a rank's resident set while it saves or loads. Planning is measured for 1,024 simulated ranks.
+messages with those of the program. Torch copies the state to new memory meanwhile, and is quick in rounds in which the
+allocator has some at hand from before, so the median is shown too; we guard pages, where the kernel can. *Update* is
+the time of a change to all of the state right after it, which has to wait for pages that are not copied yet. Memory is
+the largest growth of a rank's resident set while it saves or loads. Planning is measured for 1,024 simulated ranks.
 
     python -m benchmarks.checkpoint [--quick] [--rounds N] [--only small|large] [--directory DIR]
 """
@@ -45,11 +46,12 @@ SMALL, LARGE = "2,000 x 16 KiB", "32 x 32 MiB"
 STATES = {SMALL: (2000, (64, 64)), LARGE: (32, (2048, 4096))}
 QUICK_STATES = {SMALL: (200, (64, 64)), LARGE: (4, (1024, 2048))}
 LIBRARIES = ("ours", "torch", "raw")
-SAVE, LOAD, RESHARD, STALL = "save", "load", "load, other layout", "async save, stall"
+SAVE, LOAD, RESHARD = "save", "load", "load, other layout"
+STALL, UPDATE = "async save, stall", "update right after"
 # The largest ratio to torch's time that is wanted; None: shown only.
 TARGETS = {
-    SMALL: {SAVE: 0.1, LOAD: 0.1, RESHARD: 0.1, STALL: None},
-    LARGE: {SAVE: 1.0, LOAD: 1.0, RESHARD: 0.7, STALL: 0.3},
+    SMALL: {SAVE: 0.1, LOAD: 0.1, RESHARD: 0.1, STALL: None, UPDATE: None},
+    LARGE: {SAVE: 1.0, LOAD: 1.0, RESHARD: 0.7, STALL: 0.3, UPDATE: None},
 }
 PLANNING_SECONDS = 1.0
 # Of each way to save and to load. Large states are at the mercy of the disk, and quick to save, so they get more.
@@ -219,6 +221,8 @@ def measure_state(
             handle = measured.run(
                 (label, STALL, library), lambda s=states[library], p=path, f=begin_save[library]: f(s, p)
             )
+            blocks = states[library] if library == "raw" else [value.to_local() for value in states[library].values()]
+            measured.run((label, UPDATE, library), lambda blocks=blocks: [block.add_(1.0) for block in blocks])
             if library != "raw":
                 handle.result()
             del handle
@@ -270,13 +274,13 @@ def report(seconds: dict[Any, list[float]], growth: dict[Any, int], labels: list
             table.add_row(label, what, *cells, "" if target is None else f"{target}", yes(mine / other, target))
             if label == LARGE:
                 used = [round(growth[label, what, library] / 2**20) for library in ("ours", "torch")]
-                is_asked = what != STALL
+                is_asked = what not in (STALL, UPDATE)
                 memory.add_row(label, what, *(f"{size} MiB" for size in used), yes(*used) if is_asked else "")
     console.print(table)
     if LARGE in labels:
         console.print(memory)
     for label in labels:
-        for what in (SAVE, STALL):
+        for what in (SAVE, STALL, UPDATE):
             spread = "; ".join(
                 f"{library} {min(times):.3f}, {statistics.median(times):.3f}, {max(times):.3f} s"
                 for library in LIBRARIES
