@@ -243,7 +243,7 @@ class _Background:
 
     def _forget_copy(self) -> None:
         if self._copying is not None:
-            self._copying.wait()
+            self._copying.give_up()
             self._copying = None
 
     def start(

@@ -100,26 +100,25 @@ class WriterProcess:
             self._send(("memory", self._memory.size), (self._memory.file,))
         return self._memory
 
-    def copy_guarded(self, guard: Guard, parts: Sequence[Part]) -> int:
-        """Protect pages of this process and let the writer copy them; it has the guard then, and this process not.
+    def copy_guarded(self, guard: Guard, parts: Sequence[Part]) -> tuple[int, int]:
+        """Protect pages of this process for the writer to copy; it has the guard then, and this process not.
 
-        The file that is returned ends when they are copied or the writer is gone. OSError if they cannot be protected.
+        Two files: the writer copies what somebody waits for, and all the rest when a byte is written to the first; if
+        that is closed without, it lets go. The second ends when it is done or gone. OSError if there is no protection.
         """
         done, copied = os.pipe2(os.O_CLOEXEC)
-        protected, say = os.pipe2(os.O_CLOEXEC)
+        begin, say_begin = os.pipe2(os.O_CLOEXEC)
         try:
-            with contextlib.closing(guard), open(say, "wb", buffering=0) as saying:
-                self._send(("copy", [tuple(part) for part in parts]), (guard.file, protected, copied))
-                os.close(protected)
+            with contextlib.closing(guard):
+                self._send(("copy", [tuple(part) for part in parts]), (guard.file, begin, copied))
+                os.close(begin)
                 os.close(copied)
                 guard.protect()
-                saying.write(b"1")
-        except BrokenPipeError:
-            pass  # The writer is gone, and with it the protection.
         except OSError:
+            os.close(say_begin)
             wait_for_end(done)
             raise
-        return done
+        return say_begin, done
 
     # ---------------------------------------------------------------- jobs
 

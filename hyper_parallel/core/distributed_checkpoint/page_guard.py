@@ -193,14 +193,14 @@ def can_copy_from(process: int, address: int) -> bool:
     return True
 
 
-def copy_guarded(file: int, protected: int, process: int, parts: Sequence[Part], memory: int) -> None:
+def copy_guarded(file: int, begin: int, process: int, parts: Sequence[Part], memory: int) -> None:
     """Copy whole pages of another process, which ``file`` guards, to places in the memory at an address of this one.
 
-    It begins when a byte comes from the file ``protected``, and releases each page as soon as it is copied. Without the
-    byte there is nothing to be done.
+    Those that somebody waits for are copied at once, the others when a byte comes from the file ``begin``; if that ends
+    without, nobody wants them any more. Each page is released as soon as it is copied.
     """
     try:
-        _GuardedCopy(file, protected, process, parts, memory).run()
+        _GuardedCopy(file, begin, process, parts, memory).run()
     except OSError as error:
         raise _lost(error.strerror) from error
 
@@ -216,15 +216,15 @@ class _Block:
 
 
 class _GuardedCopy:
-    def __init__(self, file: int, protected: int, process: int, parts: Sequence[Part], memory: int) -> None:
-        self._file, self._protected, self._process, self._memory = file, protected, process, memory
+    def __init__(self, file: int, begin: int, process: int, parts: Sequence[Part], memory: int) -> None:
+        self._file, self._begin, self._process, self._memory = file, begin, process, memory
         self._blocks = _blocks(parts)
         self._starts = [block.start for block in self._blocks]
 
     def run(self) -> None:
-        while self._protected not in select.select([self._file, self._protected], [], [])[0]:
+        while self._begin not in select.select([self._file, self._begin], [], [])[0]:
             self._let_go_on()
-        if not os.read(self._protected, 1):
+        if not os.read(self._begin, 1):
             return
         for block in self._blocks:
             self._let_go_on()

@@ -14,6 +14,7 @@ A fork shares all pages with the child and would copy only those that training c
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -41,7 +42,7 @@ class Copying:
     """A copy of items to the memory that ``process`` reads. It goes on in threads until :meth:`finish`.
 
     Nothing may change the items before that. What is on a device is copied by :meth:`finish`. What is guarded is copied
-    by the writer, and may be changed at once.
+    by the writer, after :meth:`finish`, so that it does not take the processors from the ranks that are not as far yet.
     """
 
     def __init__(self, items: Sequence[StagedItem], process: WriterProcess, copy_first: bool = False) -> None:
@@ -64,7 +65,7 @@ class Copying:
             self._described.append(
                 (index.fqn, index.offset, item.dtype, item.shape, start, len(item.data), item.encoding)
             )
-        self._guarded: threading.Thread | None = None
+        self._guarded: _GuardedMemory | None = None
         if not copy_first and process.can_guard and get_platform().get_device_type() == "cpu":
             in_host = self._guard(in_host)
         self._error: BaseException | None = None
@@ -101,11 +102,10 @@ class Copying:
         if sum(part.length for part in parts) < _GUARDED_BYTES_IN_ALL:
             return in_host
         try:
-            done = self.process.copy_guarded(Guard([Span(*part[:2]) for part in parts]), parts)
+            files = self.process.copy_guarded(Guard([Span(*part[:2]) for part in parts]), parts)
         except OSError:
             return in_host
-        self._guarded = _thread(_keep, kept, done)
-        self._guarded.start()
+        self._guarded = _GuardedMemory(kept, *files)
         return rest
 
     def _copy(self) -> None:
@@ -119,12 +119,12 @@ class Copying:
         except BaseException as error:
             self._error = error
 
-    def wait(self) -> None:
-        """Until nobody reads the items or writes to the memory any more."""
+    def give_up(self) -> None:
+        """Wait until nobody reads the items or writes to the memory any more; what is guarded is not copied."""
         for thread in self._threads:
             thread.join()
         if self._guarded is not None:
-            self._guarded.join()
+            self._guarded.give_up()
 
     def finish(self) -> list[tuple[Any, ...]]:
         """The items as plain data, with their places in the memory, where all their bytes are or will be."""
@@ -134,19 +134,44 @@ class Copying:
             raise self._error
         if self._on_device:
             get_platform().copy_raw_to_host(self._on_device)
+        if self._guarded is not None:
+            self._guarded.begin_copy()
         self._memory.is_new = False
         return self._described
+
+
+class _GuardedMemory:
+    """Memory that the writer copies, and that is kept until it has done so or is gone."""
+
+    def __init__(self, sources: list[Any], begin: int, done: int) -> None:
+        self._begin: int | None = begin
+        self._keeper = _thread(_keep, sources, done)
+        self._keeper.start()
+
+    def begin_copy(self) -> None:
+        if self._begin is not None:
+            with contextlib.suppress(BrokenPipeError):  # A writer that is gone is found out later.
+                os.write(self._begin, b"1")
+        self._close()
+
+    def give_up(self) -> None:
+        self._close()
+        self._keeper.join()
+
+    def _close(self) -> None:
+        if self._begin is not None:
+            os.close(self._begin)
+            self._begin = None
+
+
+def _keep(sources: list[Any], done: int) -> None:
+    wait_for_end(done)
+    sources.clear()
 
 
 def _thread(target: Callable[..., None], *args: Any) -> threading.Thread:
     """One of those of the library: a platform may be able to call operators beside them only."""
     return threading.Thread(target=target, args=args, name=f"hyper_parallel-{target.__name__}", daemon=True)
-
-
-def _keep(sources: list[Any], done: int) -> None:
-    """Keep the memory that is guarded until the writer has copied it, or is gone."""
-    wait_for_end(done)
-    sources.clear()
 
 
 def _pieces(in_host: list[tuple[Any, int]]) -> Iterator[tuple[Any, int]]:

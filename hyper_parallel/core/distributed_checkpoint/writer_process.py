@@ -241,9 +241,9 @@ def serve(setup: dict[str, Any]) -> None:
 def _copy(parts: list[tuple[int, ...]], memory: Memory | None, parent: int, files: list[int]) -> str | None:
     """Copy what is guarded, and let the parent know that it is done; why not, if it could not be done."""
     assert memory is not None
-    guard, protected, _ = files
+    guard, begin, _ = files
     try:
-        copy_guarded(guard, protected, parent, [Part(*part) for part in parts], memory.array.ctypes.data)
+        copy_guarded(guard, begin, parent, [Part(*part) for part in parts], memory.array.ctypes.data)
         return None
     except CheckpointError as error:
         return str(error)
