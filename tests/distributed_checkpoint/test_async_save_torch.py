@@ -6,6 +6,7 @@ survive two threads that compute at once.
 
 import multiprocessing
 import os
+import resource
 import signal
 import threading
 
@@ -225,3 +226,17 @@ def test_threads_take_turns(tmp_path):
         thread.join()
         assert not failed
     assert all(ckpt.verify(tmp_path / str(number)) == [] for number in range(1, 4))
+
+
+def test_a_program_with_many_open_files(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        for _ in range(2):
+            ckpt.async_save({"x": torch.ones(5 << 20)}, checkpoint_id=tmp_path / "c", no_dist=True).result()
+        async_save_module._finish_all()
+    finally:
+        for file in files:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

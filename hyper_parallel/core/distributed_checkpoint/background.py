@@ -24,7 +24,6 @@ import contextlib
 import ipaddress
 import json
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -32,6 +31,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -157,8 +157,7 @@ class WriterProcess:
         with self._lock:
             while self.is_busy:
                 left = None if deadline is None else max(deadline - time.monotonic(), 0)
-                ready = select.select([self._control, self._ended], [], [], left)[0]
-                if not ready:
+                if not wait([self._control, self._ended], left):
                     return False
                 self._take_answer()
             return True

@@ -30,10 +30,10 @@ import fcntl
 import mmap
 import os
 import platform
-import select
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from multiprocessing.connection import wait
 from typing import NamedTuple
 
 from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError
@@ -222,7 +222,7 @@ class _GuardedCopy:
         self._starts = [block.start for block in self._blocks]
 
     def run(self) -> None:
-        while self._begin not in select.select([self._file, self._begin], [], [])[0]:
+        while self._begin not in wait([self._file, self._begin]):
             self._let_go_on()
         if not os.read(self._begin, 1):
             return

@@ -14,13 +14,13 @@ import json
 import mmap
 import os
 import pickle
-import select
 import selectors
 import socket
 import struct
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import wait
 from typing import Any
 
 import numpy as np
@@ -71,9 +71,9 @@ def _receive_exactly(
     data = bytearray()
     while len(data) < length:
         if parent is not None:
-            ready = select.select([connection, parent], [], [])[0]
+            ready = wait([connection, parent])
             # When the parent has ended, what it said before is still there to be read.
-            if connection not in ready and not select.select([connection], [], [], 0)[0]:
+            if connection not in ready and not wait([connection], 0):
                 raise ParentGone
         if files is not None:
             part, found, _, _ = socket.recv_fds(connection, length - len(data), 4)
