@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import threading
+import time
 import weakref
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import torch
 
 from hyper_parallel import checkpoint as ckpt
 from hyper_parallel.core.distributed_checkpoint import async_save as async_save_module
-from hyper_parallel.core.distributed_checkpoint import staging
+from hyper_parallel.core.distributed_checkpoint import background, staging
 from hyper_parallel.core.distributed_checkpoint.page_guard import Part, PrivateMemory, Span, _blocks, can_copy_from
 from tests.distributed_checkpoint.background_storage import is_alive, kernel_state, wait_for
 
@@ -214,7 +215,7 @@ def test_it_can_be_copied_first(saver, monkeypatch):
             def refused(guard):
                 raise PermissionError
 
-            monkeypatch.setattr(staging.Guard, "protect", refused)
+            monkeypatch.setattr(background.Guard, "protect", refused)
         state = {"x": _bytes()}
         wanted = state["x"].copy()
         saver.stop()
@@ -247,3 +248,49 @@ def test_blocks_cover_every_byte_of_every_part_once():
                 assert (place, address) == (part.place + at, part.address + at)
                 at += length
             assert at == part.length
+
+
+def _fork_and_sleep(seconds: float = 3.0) -> tuple[int, bool]:
+    """A child's process number, and whether it has a guard."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        files = [os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]
+        os.write(writing, b"1" if any("userfaultfd" in file for file in files) else b"0")
+        time.sleep(seconds)
+        os._exit(0)
+    has_guard = os.read(reading, 1) == b"1"
+    os.close(reading)
+    os.close(writing)
+    return pid, has_guard
+
+
+def test_nothing_waits_for_children_that_were_forked_meanwhile(saver, monkeypatch):
+    """Not even for those that another thread forks while pages are being guarded."""
+    children = []
+    thread = threading.Thread(target=lambda: children.append(_fork_and_sleep()))
+    protect = background.Guard.protect
+
+    def fork_too(guard):
+        thread.start()
+        thread.join(0.2)
+        protect(guard)
+
+    monkeypatch.setattr(background.Guard, "protect", fork_too)
+    state = {"x": _bytes()}
+    wanted = state["x"].copy()
+    saver.stop()
+    handle = saver.save(state)
+    thread.join()
+    children.append(_fork_and_sleep())
+    going_on = saver.go_on(after=0.1)
+    state["x"][...] += 1
+    going_on.wait()
+    handle.result()
+    assert np.array_equal(saver.saved(state)["x"], wanted)
+    async_save_module._finish_all()
+    assert all(is_alive(pid) for pid, _ in children), "waited for"
+    assert not any(has_guard for _, has_guard in children), "would keep the protection when the writer ends"
+    for pid, _ in children:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)

@@ -30,13 +30,15 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Sequence
+from io import FileIO
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hyper_parallel.core.distributed_checkpoint.agreement import Agreement
-from hyper_parallel.core.distributed_checkpoint.page_guard import Guard, Part
+from hyper_parallel.core.distributed_checkpoint.page_guard import Guard, Part, Span
 from hyper_parallel.core.distributed_checkpoint.shared_memory import SharedMemory
 from hyper_parallel.core.distributed_checkpoint.writer_process import HELLO, receive_message, send_message
 
@@ -49,6 +51,20 @@ core.__path__ = [os.path.join(folder, "core") for folder in folders]
 sys.modules["hyper_parallel.core"] = core
 runpy.run_module("hyper_parallel.core.distributed_checkpoint.writer_process", run_name="__main__")
 """
+
+# A child that this process forks would keep open what ends when the writer or this process ends. So the child closes
+# all that is known, and a fork waits while there are files that only the writer may have.
+_writers: weakref.WeakSet[WriterProcess] = weakref.WeakSet()
+_no_forks = threading.RLock()
+
+
+def _close_in_child() -> None:
+    for writer in list(_writers):
+        writer.close_connections()
+
+
+os.register_at_fork(before=_no_forks.acquire, after_in_parent=_no_forks.release, after_in_child=_no_forks.release)
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 class Address(NamedTuple):
@@ -81,6 +97,7 @@ class WriterProcess:
             self._token = address.token
             self._ends["link"] = _connect(agreement, address)
         self._control, self._ends["control"] = socket.socketpair()
+        _writers.add(self)
 
     @property
     def pid(self) -> int:
@@ -100,25 +117,28 @@ class WriterProcess:
             self._send(("memory", self._memory.size), (self._memory.file,))
         return self._memory
 
-    def copy_guarded(self, guard: Guard, parts: Sequence[Part]) -> tuple[int, int]:
+    def copy_guarded(self, parts: Sequence[Part]) -> tuple[FileIO, FileIO]:
         """Protect pages of this process for the writer to copy; it has the guard then, and this process not.
 
-        Two files: the writer copies what somebody waits for, and all the rest when a byte is written to the first; if
-        that is closed without, it lets go. The second ends when it is done or gone. OSError if there is no protection.
+        Two files: the writer copies what somebody waits for, and all the rest when it gets ``BEGIN`` from the first; on
+        anything else it lets go. The second ends when it is done or gone. OSError if there is no protection.
         """
-        done, copied = os.pipe2(os.O_CLOEXEC)
-        begin, say_begin = os.pipe2(os.O_CLOEXEC)
+        say = done = None
         try:
-            with contextlib.closing(guard):
-                self._send(("copy", [tuple(part) for part in parts]), (guard.file, begin, copied))
-                os.close(begin)
-                os.close(copied)
+            with contextlib.ExitStack() as opened:
+                opened.enter_context(_no_forks)
+                guard = opened.enter_context(contextlib.closing(Guard([Span(*part[:2]) for part in parts])))
+                begin, say = _pipe()
+                done, copied = _pipe()
+                files = guard.file, opened.enter_context(begin).fileno(), opened.enter_context(copied).fileno()
+                self._send(("copy", [tuple(part) for part in parts]), files)
                 guard.protect()
         except OSError:
-            os.close(say_begin)
-            wait_for_end(done)
+            if say is not None and done is not None:
+                say.close()
+                wait_for_end(done)
             raise
-        return say_begin, done
+        return say, done
 
     # ---------------------------------------------------------------- jobs
 
@@ -134,7 +154,8 @@ class WriterProcess:
     def _start(self) -> None:
         """Start the writer. It takes a second of a processor, so only now, behind the copy that training waits for."""
         try:
-            self._process = _start(self._ends, self.rank, self.world_size, self._token)
+            with _no_forks:
+                self._process = _start(self._ends, self.rank, self.world_size, self._token)
             self._ended = os.pidfd_open(self._process.pid)
         except OSError as error:
             self._end_job("failed", ("lost", self._obituary(f"cannot be started: {error}")))
@@ -199,12 +220,23 @@ class WriterProcess:
 
     # ---------------------------------------------------------------- the end
 
+    def abandon(self) -> None:
+        """Say no more: the writer ends when it has done what it was told, also where a forked child could go on."""
+        self.is_broken = True
+        with contextlib.suppress(OSError):  # It may be gone.
+            self._control.shutdown(socket.SHUT_WR)
+
+    def close_connections(self) -> None:
+        """All that this process can say to writers by."""
+        self._control.close()
+        self._close_ends()
+
     def close(self) -> None:
         """Let the writer finish what it does, and end. In a forked child, whose it is not: nothing."""
         if self._owner != os.getpid():
             return
-        self._control.close()
-        self._close_ends()
+        self.abandon()
+        self.close_connections()
         if self._process is not None:
             self._process.wait()
             os.close(self._ended)
@@ -213,10 +245,15 @@ class WriterProcess:
             self._memory = None
 
 
-def wait_for_end(file: int) -> None:
+def wait_for_end(pipe: FileIO) -> None:
     """Until all who can write to the pipe have closed it; then it is closed here too."""
-    with open(file, "rb", buffering=0) as pipe:
+    with pipe:
         pipe.read()
+
+
+def _pipe() -> tuple[FileIO, FileIO]:
+    reading, writing = os.pipe()
+    return FileIO(reading), FileIO(writing, "w")
 
 
 def _start(ends: dict[str, socket.socket | None], rank: int, world_size: int, token: bytes) -> subprocess.Popen[bytes]:

@@ -53,6 +53,8 @@ _FEATURES = _FAULTS | _MOVES | _REMOVALS | _UNMAPS | _UNTOUCHED
 _MESSAGE = struct.Struct("<B7xQQQ")
 _PAGE_FAULT = 0x12
 
+BEGIN, GIVE_UP = b"1", b"0"
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.process_vm_readv.restype = ctypes.c_ssize_t
 
@@ -193,14 +195,22 @@ def can_copy_from(process: int, address: int) -> bool:
     return True
 
 
-def copy_guarded(file: int, begin: int, process: int, parts: Sequence[Part], memory: int) -> None:
+def copy_guarded(file: int, word: int, process: int, ended: int, parts: Sequence[Part], memory: int) -> None:
     """Copy whole pages of another process, which ``file`` guards, to places in the memory at an address of this one.
 
-    Those that somebody waits for are copied at once, the others when a byte comes from the file ``begin``; if that ends
-    without, nobody wants them any more. Each page is released as soon as it is copied.
+    Those that somebody waits for are copied at once, the others when ``BEGIN`` comes from the file ``word``. When
+    something else does, or the process has ended, as ``ended`` tells, nobody wants them any more. Each page is released
+    as soon as it is copied.
     """
+    copy = _GuardedCopy(file, process, parts, memory)
     try:
-        _GuardedCopy(file, begin, process, parts, memory).run()
+        while True:
+            ready = wait([file, word, ended])
+            if word in ready or ended in ready:
+                break
+            copy.let_go_on()
+        if word in ready and os.read(word, 1) == BEGIN:
+            copy.run()
     except OSError as error:
         raise _lost(error.strerror) from error
 
@@ -216,20 +226,16 @@ class _Block:
 
 
 class _GuardedCopy:
-    def __init__(self, file: int, begin: int, process: int, parts: Sequence[Part], memory: int) -> None:
-        self._file, self._begin, self._process, self._memory = file, begin, process, memory
+    def __init__(self, file: int, process: int, parts: Sequence[Part], memory: int) -> None:
+        self._file, self._process, self._memory = file, process, memory
         self._blocks = _blocks(parts)
         self._starts = [block.start for block in self._blocks]
 
     def run(self) -> None:
-        while self._begin not in wait([self._file, self._begin]):
-            self._let_go_on()
-        if not os.read(self._begin, 1):
-            return
         for block in self._blocks:
-            self._let_go_on()
+            self.let_go_on()
             self._copy(block)
-        self._let_go_on()
+        self.let_go_on()
 
     def _copy(self, block: _Block) -> None:
         if not block.is_copied:
@@ -241,9 +247,9 @@ class _GuardedCopy:
                 return _set_protection(self._file, block.start, block.end, False)
             except BlockingIOError:  # while the mappings change: the message about it comes first
                 os.sched_yield()
-                self._let_go_on()
+                self.let_go_on()
 
-    def _let_go_on(self) -> None:
+    def let_go_on(self) -> None:
         """Copy the blocks that somebody waits for."""
         while True:
             try:

@@ -18,12 +18,20 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from io import FileIO
 from typing import Any
 
 import numpy as np
 
 from hyper_parallel.core.distributed_checkpoint.background import WriterProcess, wait_for_end
-from hyper_parallel.core.distributed_checkpoint.page_guard import Guard, Part, PrivateMemory, Span, whole_pages
+from hyper_parallel.core.distributed_checkpoint.page_guard import (
+    BEGIN,
+    GIVE_UP,
+    Part,
+    PrivateMemory,
+    Span,
+    whole_pages,
+)
 from hyper_parallel.core.distributed_checkpoint.shard_file import DeviceBytes, StagedItem
 from hyper_parallel.platform import get_platform
 
@@ -102,7 +110,7 @@ class Copying:
         if sum(part.length for part in parts) < _GUARDED_BYTES_IN_ALL:
             return in_host
         try:
-            files = self.process.copy_guarded(Guard([Span(*part[:2]) for part in parts]), parts)
+            files = self.process.copy_guarded(parts)
         except OSError:
             return in_host
         self._guarded = _GuardedMemory(kept, *files)
@@ -143,28 +151,24 @@ class Copying:
 class _GuardedMemory:
     """Memory that the writer copies, and that is kept until it has done so or is gone."""
 
-    def __init__(self, sources: list[Any], begin: int, done: int) -> None:
-        self._begin: int | None = begin
+    def __init__(self, sources: list[Any], say: FileIO, done: FileIO) -> None:
+        self._say = say
         self._keeper = _thread(_keep, sources, done)
         self._keeper.start()
 
     def begin_copy(self) -> None:
-        if self._begin is not None:
-            with contextlib.suppress(BrokenPipeError):  # A writer that is gone is found out later.
-                os.write(self._begin, b"1")
-        self._close()
+        self._tell(BEGIN)
 
     def give_up(self) -> None:
-        self._close()
+        self._tell(GIVE_UP)
         self._keeper.join()
 
-    def _close(self) -> None:
-        if self._begin is not None:
-            os.close(self._begin)
-            self._begin = None
+    def _tell(self, word: bytes) -> None:
+        with contextlib.suppress(BrokenPipeError), self._say:  # A writer that is gone is found out later.
+            self._say.write(word)
 
 
-def _keep(sources: list[Any], done: int) -> None:
+def _keep(sources: list[Any], done: FileIO) -> None:
     wait_for_end(done)
     sources.clear()
 

@@ -229,7 +229,7 @@ def serve(setup: dict[str, Any]) -> None:
                 memory = None  # before the new one: only one of them at a time
                 memory = Memory(files[0], value)
             elif kind == "copy":
-                failure = _copy(value, memory, setup["parent"], files)
+                failure = _copy(value, memory, setup["parent"], parent, files)
             else:
                 if value.get("is_guarded") and failure is not None:
                     value["failure"] = failure
@@ -238,12 +238,12 @@ def serve(setup: dict[str, Any]) -> None:
         pass
 
 
-def _copy(parts: list[tuple[int, ...]], memory: Memory | None, parent: int, files: list[int]) -> str | None:
+def _copy(parts: list[tuple[int, ...]], memory: Memory | None, parent: int, ended: int, files: list[int]) -> str | None:
     """Copy what is guarded, and let the parent know that it is done; why not, if it could not be done."""
     assert memory is not None
-    guard, begin, _ = files
+    guard, word, _ = files
     try:
-        copy_guarded(guard, begin, parent, [Part(*part) for part in parts], memory.array.ctypes.data)
+        copy_guarded(guard, word, parent, ended, [Part(*part) for part in parts], memory.array.ctypes.data)
         return None
     except CheckpointError as error:
         return str(error)
