@@ -113,10 +113,20 @@ def test_questions_are_answered_for_the_whole() -> None:
 
 
 @run_on_ranks(2)
-def test_pending_sums_of_unsigned_numbers_are_done_before_they_are_converted() -> None:
+def test_pending_sums_of_small_types_are_done_before_an_answer_in_another_type() -> None:
     mesh = hp.init_device_mesh("cpu", (2,))
     part = torch.tensor([10, 4] if mesh.get_coordinate() == (0,) else [251, 255], dtype=torch.uint8)
     pending = hp.DTensor.from_local(part, mesh, [hp.Partial()])  # 5 and 3
     for convert in (torch.Tensor.double, torch.Tensor.bfloat16, lambda x: x.to(torch.float32), lambda x: x.long()):
         assert convert(pending).full_tensor().tolist() == [5, 3]
     torch.testing.assert_close(torch.fft.fft(pending).full_tensor().real, torch.tensor([8.0, 2.0]))
+    (pending.double() * 0.5).sum()  # what is planned for these is not for other dtypes
+    assert (pending * 0.5).full_tensor().tolist() == [2.5, 1.5]
+    assert pending.sum().full_tensor().item() == 8
+    assert torch.cat([pending, pending.double()]).full_tensor().tolist() == [5, 3, 5, 3]
+    doubles = hp.DTensor.from_local(torch.ones(2), mesh, [hp.Partial()])  # 2 and 2
+    assert doubles.add_(pending).full_tensor().tolist() == [7, 5]
+    assert (pending + pending).placements == pending.placements  # the same type counts around alike
+    view = pending.view(1, 2)
+    view.mul_(3)
+    assert pending.full_tensor().tolist() == [15, 9]

@@ -22,6 +22,13 @@ from hyper_parallel.platform import get_platform
 _platform = get_platform()
 _needs_grad = _platform.needs_grad
 
+# Note [Parts that count around]
+# In uint8, 5 may be the pending sum of 10 and 251; in a type that reaches further it would be 261. So a sum of such a
+# type is done before an operator that answers in another one, as ``x * 0.5`` and ``x.sum()`` do.
+_COUNTING_AROUND = frozenset(
+    _platform.str_to_dtype(name) for name in ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32")
+)
+
 Path = tuple[Any, ...]  # where a tensor is among the arguments: position or keyword, then positions in lists
 
 
@@ -152,6 +159,11 @@ def _without_layouts(value: Any) -> Any:
     return (kind, value)
 
 
+def _done(value: Any) -> Any:
+    is_meant = isinstance(value, DTensor) and value._layout.has_partial and value.dtype in _COUNTING_AROUND
+    return value.reduce_partial() if is_meant else value
+
+
 class PlannedCall:
     """What to do for calls with the same function, layouts, shapes and other arguments."""
 
@@ -168,7 +180,9 @@ class PlannedCall:
         "name",
         "output_layouts",
         "output_shapes",
+        "passes",
         "paths",
+        "pending",
         "rewritten",
         "run",
         "shapes",
@@ -182,7 +196,8 @@ class PlannedCall:
         self.paths = paths
         self.choice = choice
         self.local = signature.local
-        self.writes = written_input(call, signature) is not None
+        written = written_input(call, signature)
+        self.writes = written is not None
         self.shapes = tuple(spec.shape for spec in call.tensors)
         # (path, wanted layout, axes to vary along, layout to move from) of the arguments that do not go in as they are
         self.changes = [
@@ -218,6 +233,13 @@ class PlannedCall:
             self.run = self._vary
         if not self.moves and may_be_view_by_chance(name, call.tensors[0].layout, self.shapes[0]):
             self.may_alias, self.run = self.run, self._apart
+        self.pending = [
+            index
+            for index, (spec, target) in enumerate(zip(call.tensors, choice.inputs, strict=True))
+            if index != written and spec.layout.has_partial and target.has_partial
+        ]
+        if self.pending:
+            self.passes, self.run = self.run, self._pass_sums
 
     def _gives_nothing(self) -> bool:
         """Whether this rank's blocks of the results have no elements."""
@@ -233,6 +255,17 @@ class PlannedCall:
 
     def _apart(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return apart_where_copied(self.may_alias(func, args, kwargs), func, args, kwargs)
+
+    def _pass_sums(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See Note [Parts that count around]."""
+        dtypes = {self._argument(index, args, kwargs).dtype for index in self.pending} & _COUNTING_AROUND
+        if not dtypes:
+            return self.passes(func, args, kwargs)
+        if not self.writes:
+            result = self.passes(func, args, kwargs)
+            if dtypes == {(result[0] if isinstance(result, (list, tuple)) else result).dtype}:
+                return result
+        return func(*_platform.tree_map(_done, args), **_platform.tree_map(_done, kwargs))
 
     def _vary(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Everything lies as it should; only gradients of whole inputs are to be summed."""

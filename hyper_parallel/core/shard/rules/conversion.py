@@ -15,14 +15,7 @@ from hyper_parallel.platform import get_platform
 _platform = get_platform()
 
 
-@rule("double", "half", "bfloat16", "cfloat", "cdouble", "chalf", by_dtype=True)
-def floating_cast(call: OpCall) -> Signature:
-    """Parts of a sum of unsigned numbers count around: 5 may be the sum of 10 and 251."""
-    labels = letters(call.tensors[0].ndim)
-    wraps = _platform.dtype_name(call.tensors[0].dtype).startswith("uint")
-    return Signature((labels,), (labels,), linear=() if wraps else ALONE)
-
-
+@rule("double", "half", "bfloat16", "cfloat", "cdouble", "chalf")
 @rule("cpu", "cuda", "npu", "xpu", "pin_memory", "resolve_conj", "resolve_neg", "alias_copy", "lift_fresh")
 def linear_cast(call: OpCall) -> Signature:
     labels = letters(call.tensors[0].ndim)

@@ -9,7 +9,6 @@ from hyper_parallel.core.shard.rule_table import rule
 from hyper_parallel.core.shard.rules.cut_letters import arguments
 from hyper_parallel.core.shard.rules.views import ALONE
 from hyper_parallel.core.shard.signature import OpCall, Signature, TensorSpec, letters, without
-from hyper_parallel.platform import get_platform
 
 _KINDS = ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft")
 
@@ -22,25 +21,23 @@ def _along(call: OpCall, spec: Any, dims: Any) -> Signature | None:
     elif isinstance(dims, int):
         dims = (dims,)
     labels = without(letters(spec.ndim), [dim % spec.ndim for dim in dims])
-    wraps = get_platform().dtype_name(spec.dtype).startswith("uint")  # its parts count around
-    linear = () if wraps else ALONE
     # The framework's transform refuses an empty batch.
-    return Signature((labels,), (labels,), linear=linear, local=with_spare_rows, needs_local=lacks_rows)
+    return Signature((labels,), (labels,), linear=ALONE, local=with_spare_rows, needs_local=lacks_rows)
 
 
-@rule(*(f"fft_{kind}" for kind in _KINDS), by_dtype=True)
+@rule(*(f"fft_{kind}" for kind in _KINDS))
 def of_one_dim(call: OpCall) -> Signature | None:
     given = arguments(call, "input", "n", "dim", dim=-1)
     return _along(call, given["input"], given["dim"])
 
 
-@rule(*(f"fft_{kind}2" for kind in _KINDS), by_dtype=True)
+@rule(*(f"fft_{kind}2" for kind in _KINDS))
 def of_two_dims(call: OpCall) -> Signature | None:
     given = arguments(call, "input", "s", "dim", dim=(-2, -1))
     return _along(call, given["input"], given["dim"])
 
 
-@rule(*(f"fft_{kind}n" for kind in _KINDS), by_dtype=True)
+@rule(*(f"fft_{kind}n" for kind in _KINDS))
 def of_several_dims(call: OpCall) -> Signature | None:
     given = arguments(call, "input", "s", "dim", s=None, dim=None)
     dims = given["dim"]
