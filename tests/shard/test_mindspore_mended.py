@@ -97,3 +97,14 @@ def test_kernels_that_refuse_blocks_without_elements():
             hp.backward((result * result).sum())
         for mine, wanted in zip(cut, plain, strict=True):
             np.testing.assert_allclose(hp.grad_of(mine).full_tensor().asnumpy(), hp.grad_of(wanted).asnumpy())
+
+
+@run_on_ranks(2)
+def test_whole_numbers_and_bools_give_what_one_device_gives():
+    mesh = hp.init_device_mesh("cpu", (2,))
+    array = np.arange(20).reshape(5, 4)
+    for placement in (hp.Replicate(), hp.Shard(0), hp.Shard(1)):
+        x = hp.distribute_tensor(Tensor(array), mesh, [placement])
+        assert x.var().full_tensor().asnumpy() == Tensor(array).var().asnumpy()
+        assert x.std().full_tensor().asnumpy() == Tensor(array).std().asnumpy()
+        np.testing.assert_array_equal((x > 3).argmax(axis=0).full_tensor().asnumpy(), (array > 3).argmax(axis=0))

@@ -248,6 +248,11 @@ def test_messages() -> None:
     empty = hp.distribute_tensor(tensor(0, 3), mesh, [hp.Shard(0)])
     with pytest.raises(RuntimeError, match="amax on distributed tensors of global shape"):
         empty.amax(0)
+    x.std(0), x.argmax(0)  # what is planned for these is not for other dtypes
+    with pytest.raises(RuntimeError, match="std and var only support floating point"):
+        x.long().std(0)
+    with pytest.raises(RuntimeError, match="does not support bool"):
+        (x > 0).argmax(0)
 
 
 @run_on_ranks(2)

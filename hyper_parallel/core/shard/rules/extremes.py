@@ -146,8 +146,11 @@ def _agree(own: Any, index: Any, op: str, group: Any) -> tuple[Any, Any]:
     return best, all_reduced(index.masked_fill(attained.logical_not(), _NOWHERE), "min", group)
 
 
-@rule("argmax", "argmin")
+@rule("argmax", "argmin", by_dtype=True)
 def arg_extreme(call: OpCall) -> Signature | None:
+    """Of bools what one device gives, which may be an error, whatever the layout."""
+    if _platform.dtype_name(call.tensors[0].dtype) == "bool":
+        return None
     given = arguments(call, "input", "dim", "keepdim", dim=None, keepdim=False)
     return reduction(call, given["dim"], bool(given["keepdim"]), local=_arg_extreme)
 

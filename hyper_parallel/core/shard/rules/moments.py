@@ -46,8 +46,11 @@ class _Moments(_platform.Function):  # type: ignore[name-defined]
         return gradient, None, None, None
 
 
-@rule("var", "std", "var_mean", "std_mean")
+@rule("var", "std", "var_mean", "std_mean", by_dtype=True)
 def var_std(call: OpCall) -> Signature | None:
+    """Of whole numbers what one device gives, which may be an error, whatever the layout."""
+    if not _platform.dtype_name(call.tensors[0].dtype).startswith(("float", "bfloat", "complex")):
+        return None
     given = _spread_arguments(call)
     return reduction(call, given["dim"], bool(given["keepdim"]), local=_var_std)
 
