@@ -256,6 +256,20 @@ def test_messages() -> None:
 
 
 @run_on_ranks(2)
+def test_cut_by_an_axis_of_one_rank() -> None:
+    mesh, values = hp.init_device_mesh("cpu", (1, 2)), tensor(5, 3, low=0.2)
+    for name, function in SECOND.items():
+        for other in (hp.Shard(1), hp.Replicate()):
+            ours = hp.distribute_tensor(values.clone().requires_grad_(), mesh, [hp.Shard(0), other])
+            plain = values.clone().requires_grad_()
+            result, wanted = function(ours), function(plain)
+            torch.testing.assert_close(result.full_tensor(), wanted, msg=lambda text, n=name: f"{n}: {text}")
+            result.square().sum().backward()
+            wanted.square().sum().backward()
+            torch.testing.assert_close(ours.grad.full_tensor(), plain.grad, msg=lambda text, n=name: f"{n}: {text}")
+
+
+@run_on_ranks(2)
 def test_masked_reductions_and_plain_masks() -> None:
     mesh = hp.init_device_mesh("cpu", (2,))
     plain, mask = tensor(5, 4).requires_grad_(), tensor(5, 4, seed=1) > 0

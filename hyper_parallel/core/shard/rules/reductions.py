@@ -143,7 +143,8 @@ def _prod(call: LocalCall) -> Any:
     given = arguments(call, "input", "dim", dim=None)
     dims = reduced_dims(len(call.input_shapes[0]), given["dim"])
     part = call.func(*call.args, **call.kwargs)
-    return _platform.differentiable_all_reduce(part, "prod", reduced_group(call, dims))
+    group = reduced_group(call, dims)
+    return part if group is None else _platform.differentiable_all_reduce(part, "prod", group)
 
 
 @rule("any", "all")
