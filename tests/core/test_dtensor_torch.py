@@ -217,6 +217,46 @@ def test_hooks_see_distributed_gradients():
 
 
 @run_on_ranks(2)
+def test_what_hooks_compute_is_differentiated():
+    mesh = make_mesh()
+
+    def penalty(x):
+        rows, total = x.sin(), x.sum(0)  # total is pending where x is cut
+        for one in (rows, total, x):
+            one.register_hook(lambda gradient: gradient * gradient)
+        (first,) = torch.autograd.grad((rows**3).sum() + (total**3).sum(), x, create_graph=True)
+        (first**2).sum().backward()
+        return first
+
+    plain = (numbers(5, 3) / 20).requires_grad_()
+    expected = penalty(plain)
+    for placements in ([Shard(0)], [Shard(1)], [Replicate()]):
+        leaf = distribute_tensor(plain.detach(), mesh, placements).requires_grad_()
+        torch.testing.assert_close(penalty(leaf).full_tensor(), expected)
+        torch.testing.assert_close(leaf.grad.full_tensor(), plain.grad)
+
+
+@run_on_ranks(2)
+def test_backward_hooks_of_modules_see_distributed_gradients():
+    mesh = make_mesh()
+
+    def run(x):
+        module, seen = nn.Flatten(0), []
+        module.register_full_backward_pre_hook(lambda _, outputs: (outputs[0] * 3,))
+        module.register_full_backward_hook(lambda _, inputs, outputs: seen.extend((*inputs, *outputs)))
+        module.register_full_backward_hook(lambda _, inputs, outputs: (inputs[0] / outputs[0].sum(),))
+        (module(x) ** 2).sum().backward()
+        return [*seen, x.grad]
+
+    plain = numbers(5, 3).requires_grad_()
+    expected = run(plain)
+    for placements in ([Shard(0)], [Shard(1)], [Replicate()]):
+        leaf = distribute_tensor(plain.detach(), mesh, placements).requires_grad_()
+        for ours, wanted in zip(run(leaf), expected, strict=True):
+            torch.testing.assert_close(ours.full_tensor(), wanted)
+
+
+@run_on_ranks(2)
 def test_the_gradient_of_a_computed_tensor_can_be_kept():
     mesh = make_mesh()
     leaf = distribute_tensor(numbers(3), mesh, [Shard(0)]).requires_grad_()

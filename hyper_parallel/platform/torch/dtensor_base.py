@@ -143,18 +143,6 @@ class DTensorBase(LawfulGradients, torch.Tensor):
         self._layout = value._layout
         self._global_shape = value._global_shape
 
-    def register_hook(self, hook: Callable[[Any], Any]) -> Any:
-        """As for a plain tensor; ``hook`` gets the gradient as a DTensor laid out by the law."""
-        layout, shape, kind = self._layout.gradient(), self._global_shape, type(self)
-        lawful = self.lawful_hook(hook, lambda gradient: as_dtensor(kind, gradient.detach(), layout, shape))
-
-        def on_local(gradient: Any) -> Any:
-            changed = lawful(gradient)
-            return None if changed is None else local_alias(changed)
-
-        with _NoInterception():
-            return torch.Tensor.register_hook(self, on_local)
-
     def backward(
         self, gradient: Any = None, retain_graph: bool | None = None, create_graph: bool = False, inputs: Any = None
     ) -> None:

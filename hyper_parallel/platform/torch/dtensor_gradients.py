@@ -61,7 +61,12 @@ def grad(
     gradients = torch.autograd.grad(
         starts, _edges(wanted), seeds, retain_graph, create_graph, only_inputs, allow_unused or materialize_grads
     )
-    found = tuple(_labelled(gradient, tensor) for gradient, tensor in zip(gradients, wanted, strict=True))
+    found = tuple(
+        labelled(gradient, type(tensor), tensor._layout, tensor._global_shape)
+        if gradient is not None and isinstance(tensor, DTensorBase)
+        else gradient
+        for gradient, tensor in zip(gradients, wanted, strict=True)
+    )
     if not materialize_grads:
         return found
     return tuple(
@@ -90,13 +95,12 @@ def _edge(tensor: Any, number: int) -> GradientEdge:
         return get_gradient_edge(tensor)
 
 
-def _labelled(gradient: torch.Tensor | None, tensor: Any) -> Any:
-    if gradient is None or not isinstance(tensor, DTensorBase):
-        return gradient
+def labelled(gradient: torch.Tensor, kind: type, layout: Any, shape: Any) -> Any:
+    """The gradient of a tensor of that layout, of which the engine has the block, as a distributed tensor."""
     # One tensor may be the gradient of several inputs: each gets an alias of its own.
-    pending = [axis for axis, op in enumerate(tensor._layout.partials) if op is not None]
-    plain = counted_once(local_alias(gradient), tensor._layout.mesh, pending)
-    return as_dtensor(type(tensor), plain, tensor._layout.gradient(), tensor._global_shape)
+    pending = [axis for axis, op in enumerate(layout.partials) if op is not None]
+    plain = counted_once(local_alias(gradient), layout.mesh, pending)
+    return as_dtensor(kind, plain, layout.gradient(), shape)
 
 
 def counted_once(gradient: torch.Tensor, mesh: Any, axes: Sequence[int]) -> torch.Tensor:

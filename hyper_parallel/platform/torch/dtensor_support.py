@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from hyper_parallel.platform.collective_observers import observe
-from hyper_parallel.platform.torch import dtensor_gradients
+from hyper_parallel.platform.torch import dtensor_gradients, gradient_hooks
 from hyper_parallel.platform.torch.checkpoint_inputs import keep_labels_of_inputs
 from hyper_parallel.platform.torch.devices import get_device_type
 from hyper_parallel.platform.torch.dtensor_base import (
@@ -28,8 +28,13 @@ from hyper_parallel.platform.torch.tensors import get_op_name, tensor_to_numpy, 
 
 keep_labels_of_inputs()
 set_transforms()
+gradient_hooks.set_module_hooks()
 graph_functions.update(
-    {torch.autograd.backward: dtensor_gradients.backward, torch.autograd.grad: dtensor_gradients.grad}
+    {
+        torch.autograd.backward: dtensor_gradients.backward,
+        torch.autograd.grad: dtensor_gradients.grad,
+        torch.Tensor.register_hook: gradient_hooks.register_hook,
+    }
 )
 
 
