@@ -9,6 +9,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from hyper_parallel import (
     CommRecorder,
@@ -266,6 +267,27 @@ def test_the_gradient_of_a_computed_tensor_can_be_kept():
     (squared.full_tensor() * 3).sum().backward()
     assert type(squared.grad) is DTensor and squared.grad.layout is squared.layout
     assert torch.equal(squared.grad.full_tensor(), torch.full((3,), 3.0).double())
+
+
+@run_on_ranks(2)
+def test_set_takes_the_layout_with_the_memory():
+    mesh = make_mesh()
+    module = nn.Linear(4, 4, bias=False, dtype=torch.float64)
+    module.weight = nn.Parameter(distribute_tensor(numbers(4, 4), mesh, [Shard(0)]))
+    parametrize.register_parametrization(module, "weight", _Transposed())
+    parametrize.remove_parametrizations(module, "weight")  # original.set_(its transpose)
+    assert module.weight.placements == (Shard(1),)
+    assert torch.equal(module.weight.full_tensor(), numbers(4, 4).t())
+    source = distribute_tensor(numbers(5), mesh, [Shard(0)])
+    module.weight.detach().set_(source).add_(1)
+    assert torch.equal(source.full_tensor(), numbers(5) + 1)
+    with pytest.raises(RuntimeError, match=r"set_ would change the memory .* behind its layout; set it to a distr"):
+        source.set_(numbers(5))
+
+
+class _Transposed(nn.Module):
+    def forward(self, weight):
+        return weight.t()
 
 
 @run_on_ranks(2)

@@ -143,6 +143,16 @@ class DTensorBase(LawfulGradients, torch.Tensor):
         self._layout = value._layout
         self._global_shape = value._global_shape
 
+    def set_(self, source: Any = None, *rest: Any, **given: Any) -> Any:  # type: ignore[override]
+        """The memory of another distributed tensor, and its layout; PyTorch does not intercept this one."""
+        if rest or given or not isinstance(source, DTensorBase):
+            raise RuntimeError(
+                f"set_ would change the memory of a distributed tensor of global shape {tuple(self._global_shape)} "
+                f"under {self._layout} behind its layout; set it to a distributed tensor"
+            )
+        self.data = source
+        return self
+
     def backward(
         self, gradient: Any = None, retain_graph: bool | None = None, create_graph: bool = False, inputs: Any = None
     ) -> None:
