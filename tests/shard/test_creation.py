@@ -97,6 +97,19 @@ def _questions(x: Any) -> dict[str, Any]:
 
 
 @run_on_ranks(2)
+def test_numbers_to_fill_with_may_be_pending_and_functions_are_applied() -> None:
+    mesh = hp.init_device_mesh("cpu", (2,))
+    plain = tensor(5, 3)
+    x = hp.distribute_tensor(plain, mesh, [hp.Shard(0)])
+    torch.testing.assert_close(torch.full_like(x, x.sum()).full_tensor(), torch.full_like(plain, plain.sum()))
+    torch.testing.assert_close(x.new_full((2,), x.mean()).full_tensor(), plain.new_full((2,), plain.mean()))
+    filled = x.new_full(size=(5, 3), fill_value=x.sum())
+    torch.testing.assert_close(filled.full_tensor(), plain.new_full((5, 3), plain.sum()))
+    x.apply_(lambda value: 2 * value)  # PyTorch does not count this as a write
+    torch.testing.assert_close(x.map_(x, lambda one, other: one * other).full_tensor(), (2 * plain).square())
+
+
+@run_on_ranks(2)
 def test_questions_are_answered_for_the_whole() -> None:
     mesh = hp.init_device_mesh("cpu", (2,))
     whole = tensor(5, 3)

@@ -16,6 +16,8 @@ from hyper_parallel.platform import get_platform
 
 _platform = get_platform()
 
+_WRITING_UNCOUNTED = frozenset({"apply_", "map_", "map2_"})
+
 
 def run_gathered(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``func`` on the whole values; results are whole on every rank, what ``func`` wrote into keeps its layout.
@@ -54,6 +56,8 @@ def run_gathered(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
             result = func(*plain_args, **plain_kwargs)
     outs: list[int] = []  # written by what need not count: an operator may write through an alias
     _platform.tree_map(lambda value: outs.append(id(value)), kwargs.get("out"))
+    if name in _WRITING_UNCOUNTED:
+        outs.append(id(args[0]))
     same = {id(full): tensor for tensor, full, _, _ in gathered.values()}
     for tensor, full, version, history in gathered.values():
         if tuple(full.shape) != tuple(tensor.shape):  # an out= that was resized

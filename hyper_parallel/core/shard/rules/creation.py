@@ -16,15 +16,22 @@ from hyper_parallel.platform import get_platform
 _platform = get_platform()
 
 
+def _number(value: Any) -> Any:
+    """A number to fill with may come as a tensor, of which a block is not the value."""
+    return value.item() if isinstance(value, DTensor) else value
+
+
 def _like(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor = args[0] if args else kwargs["input"]
-    plain_args, plain_kwargs = _platform.blocks_of(args, kwargs)
+    filled = {name: _number(value) if name == "fill_value" else value for name, value in kwargs.items()}
+    plain_args, plain_kwargs = _platform.blocks_of((*args[:1], *map(_number, args[1:])), filled)
     made = func(*plain_args, **plain_kwargs)
     return _platform.as_dtensor(DTensor, made, tensor.layout.gradient(), tensor.shape)
 
 
 def _new(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    tensor, given = args[0], list(args[1:])
+    tensor, given = args[0], [_number(value) for value in args[1:]]
+    kwargs = {name: _number(value) for name, value in kwargs.items()}
     has_size = "size" in kwargs
     name = _platform.get_op_name(func)
     sizes: Any = kwargs.pop("size") if has_size else given
