@@ -142,6 +142,7 @@ SCATTER = [
     Sample("index_fill", (tensor(5, 3), 0, ints(4, 0), 1.5)),
     Sample("index_fill", (tensor(5, 3), 1, ints(2), tensor(seed=1))),
     Sample("index_reduce", (tensor(5, 3), 0, ints(4, 0), tensor(2, 3, seed=1), "amin")),
+    Sample("index_reduce", (tensor(2, 3).bfloat16(), 1, ints(1, 0), tensor(2, 2).bfloat16(), "prod"), gradients=False),
     Sample("index_put", (tensor(5, 3), (ints(4, 0), ints(1, 1)), tensor(2, seed=1))),
     Sample("index_put", (tensor(5, 3), (ints(4, 0),), tensor(3, seed=1)), {"accumulate": True}),
     Sample("Tensor.index_put_", (tensor(5, 3), (ints(4, 0),), tensor(2, 3, seed=1))),
