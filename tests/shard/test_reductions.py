@@ -253,6 +253,12 @@ def test_messages() -> None:
         x.long().std(0)
     with pytest.raises(RuntimeError, match="does not support bool"):
         (x > 0).argmax(0)
+    one = hp.distribute_tensor(tensor(1, 3), mesh, [hp.Shard(0)])  # the second rank has nothing
+    for name in ("mean", "norm", "softmax", "log_softmax"):
+        getattr(one, name)(dim=0)
+        with pytest.raises((RuntimeError, TypeError), match=r"(?i)float"):
+            getattr(one.long(), name)(dim=0)
+    assert one.long().mean(dtype=torch.float64).full_tensor() == tensor(1, 3).long().double().mean()
 
 
 @run_on_ranks(2)

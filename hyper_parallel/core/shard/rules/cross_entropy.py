@@ -20,6 +20,7 @@ from hyper_parallel.core.shard.rules.cut_letters import (
     group_of,
     in_working_precision,
     is_cut,
+    refuse_whole_numbers,
     sum_over,
     varied,
 )
@@ -80,6 +81,8 @@ def _cross_entropy(call: LocalCall) -> Any:
     is_distribution = _is_distribution(tuple(logits.shape), tuple(given["target"].shape))
     group = group_of(call, labels[class_dim : class_dim + 1])
     rows = None if is_distribution else _CutRows(call, given, group, class_dim)
+    if group is not None:
+        refuse_whole_numbers(call, logits)
     if group is None:
         losses = call_with(call, _ARGUMENTS, reduction=0)
     elif rows is None:

@@ -90,3 +90,12 @@ def in_working_precision(tensor: Any) -> Any:
     if _platform.get_element_size(tensor) >= 4 or not tensor.is_floating_point():
         return tensor
     return _platform.tensor_type_cast(tensor, "float32")
+
+
+def refuse_whole_numbers(call: LocalCall, block: Any) -> None:
+    """An error, on ranks without elements too, for operators that one device has for floating-point numbers only."""
+    if not block.is_floating_point():
+        raise TypeError(
+            f"{_platform.get_op_name(call.func)} of a distributed tensor of global shape {call.input_shapes[0]} under "
+            f"{call.inputs[0]} is for floating-point numbers, not for {_platform.dtype_name(block.dtype)}: convert it"
+        )

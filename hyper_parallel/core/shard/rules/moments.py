@@ -17,7 +17,7 @@ from hyper_parallel.core.shard.rules.cut_letters import (
     varied,
 )
 from hyper_parallel.core.shard.rules.extremes import shared_extreme
-from hyper_parallel.core.shard.rules.reductions import labels_of, reduced_dims, reduced_group, reduction
+from hyper_parallel.core.shard.rules.reductions import is_of_floats, labels_of, reduced_dims, reduced_group, reduction
 from hyper_parallel.core.shard.signature import LocalCall, OpCall, Signature, broadcast_labels, letters, without
 from hyper_parallel.platform import get_platform
 
@@ -48,8 +48,7 @@ class _Moments(_platform.Function):  # type: ignore[name-defined]
 
 @rule("var", "std", "var_mean", "std_mean", by_dtype=True)
 def var_std(call: OpCall) -> Signature | None:
-    """Of whole numbers what one device gives, which may be an error, whatever the layout."""
-    if not _platform.dtype_name(call.tensors[0].dtype).startswith(("float", "bfloat", "complex")):
+    if not is_of_floats(call):
         return None
     given = _spread_arguments(call)
     return reduction(call, given["dim"], bool(given["keepdim"]), local=_var_std)
@@ -116,8 +115,10 @@ class _JoinNorms(_platform.Function):  # type: ignore[name-defined]
         return gradient * share.masked_fill(is_out, 0), None, None
 
 
-@rule("norm", "linalg_vector_norm", "linalg_norm")
+@rule("norm", "linalg_vector_norm", "linalg_norm", by_dtype=True)
 def vector_norm(call: OpCall) -> Signature | None:
+    if not is_of_floats(call):
+        return None
     given = _norm_arguments(call)
     spec, dim = call.tensors[0], given["dim"]
     several = spec.ndim > 1 if dim is None else isinstance(dim, (tuple, list)) and len(dim) > 1
@@ -127,8 +128,10 @@ def vector_norm(call: OpCall) -> Signature | None:
     return reduction(call, dim, bool(given["keepdim"]), local=_vector_norm, only_if_cut=call.name != "norm")
 
 
-@rule("linalg_matrix_norm")
+@rule("linalg_matrix_norm", by_dtype=True)
 def matrix_norm(call: OpCall) -> Signature | None:
+    if not is_of_floats(call):
+        return None
     given = arguments(call, "A", "ord", "dim", "keepdim", dim=(-2, -1), keepdim=False)
     return _of_matrices(call, given["dim"], bool(given["keepdim"]))
 
@@ -180,9 +183,9 @@ def _joined_norm(block: Any, p: Any, dims: tuple[int, ...], keepdim: bool, group
     return joined.to(own.dtype)
 
 
-@rule("dist")
+@rule("dist", by_dtype=True)
 def dist(call: OpCall) -> Signature | None:
-    if len(call.tensors) != 2:
+    if len(call.tensors) != 2 or not is_of_floats(call):
         return None
     ndim = max(spec.ndim for spec in call.tensors)
     sizes = [

@@ -19,6 +19,7 @@ from hyper_parallel.core.shard.rules.cut_letters import (
     group_of,
     in_working_precision,
     is_cut,
+    refuse_whole_numbers,
     sum_over,
     varied,
 )
@@ -148,6 +149,7 @@ def native_layer_norm(call: OpCall) -> Signature:
 
 def _layer_norm(call: LocalCall) -> Any:
     given = arguments(call, *_LAYER_ARGUMENTS, weight=None, bias=None, eps=1e-5)
+    refuse_whole_numbers(call, given["input"])
     return _normalise_last_dims(call, given, given["eps"], True)
 
 
@@ -182,6 +184,7 @@ def group_norm(call: OpCall) -> Signature:
 def _group_norm(call: LocalCall) -> Any:
     given = arguments(call, *_GROUP_ARGUMENTS, weight=None, bias=None, eps=1e-5)
     block, shape, num_groups = given["input"], call.input_shapes[0], given["num_groups"]
+    refuse_whole_numbers(call, block)
     labels = letters(len(shape))
     sizes, offsets = block_region(call, labels, shape)
     per_group = shape[1] // num_groups
@@ -268,6 +271,7 @@ def native_batch_norm(call: OpCall) -> Signature | None:
 def _batch_norm(call: LocalCall) -> Any:
     given = arguments(call, *_BATCH_ARGUMENTS)
     block, shape = given["input"], call.input_shapes[0]
+    refuse_whole_numbers(call, block)
     labels = letters(len(shape))
     dims = (0, *range(2, len(shape)))
     count = math.prod(shape[dim] for dim in dims)
@@ -280,6 +284,7 @@ def _batch_norm(call: LocalCall) -> Any:
 def _instance_norm(call: LocalCall) -> Any:
     given = arguments(call, *_BATCH_ARGUMENTS)
     block, shape = given["input"], call.input_shapes[0]
+    refuse_whole_numbers(call, block)
     labels = letters(len(shape))
     dims = tuple(range(2, len(shape)))
     count = math.prod(shape[2:])

@@ -100,9 +100,19 @@ def sums(call: OpCall) -> Signature | None:
     return reduction(call, given["dim"], bool(given["keepdim"]), pending=True, linear=linear)
 
 
-@rule("mean")
+def is_of_floats(call: OpCall, dtype: Any = None) -> bool:
+    """Whether the first tensor, or ``dtype`` where one is asked for, is of a floating type. Of others an operator that
+    is made for floating ones gives what one device gives, an error on every rank or its own idea, whatever the layout.
+    """
+    name = _platform.dtype_name(call.tensors[0].dtype if dtype is None else dtype)
+    return name.startswith(("float", "bfloat", "complex"))
+
+
+@rule("mean", by_dtype=True)
 def mean(call: OpCall) -> Signature | None:
-    given = arguments(call, "input", "dim", "keepdim", dim=None, keepdim=False)
+    given = arguments(call, "input", "dim", "keepdim", dim=None, keepdim=False, dtype=None)
+    if not is_of_floats(call, given["dtype"]):
+        return None
     return reduction(call, given["dim"], bool(given["keepdim"]), pending=True, local=_mean, linear=True)
 
 
@@ -118,9 +128,11 @@ def _mean(call: LocalCall) -> Any:
     return result if num_all == 0 else result * _platform.number_like(num_here / num_all, result)
 
 
-@rule("nanmean")
+@rule("nanmean", by_dtype=True)
 def nanmean(call: OpCall) -> Signature | None:
     given = arguments(call, "input", "dim", "keepdim", dim=None, keepdim=False)
+    if not is_of_floats(call):
+        return None
     return reduction(call, given["dim"], bool(given["keepdim"]), pending=True, local=_nanmean)
 
 

@@ -11,6 +11,7 @@ from hyper_parallel.core.shard.rules.cut_letters import (
     group_of,
     in_working_precision,
     is_cut,
+    refuse_whole_numbers,
     shared_sum,
     varied,
 )
@@ -101,6 +102,7 @@ def _softmax(call: LocalCall) -> Any:
     dtype = call.args[3] if len(call.args) > 3 else call.kwargs.get("dtype", third)
     if dtype is not None:
         block = block.to(dtype)
+    refuse_whole_numbers(call, block)
     dim = given["dim"] % block.ndim
     of_logarithm = _platform.get_op_name(call.func) == "log_softmax"
     group = group_of(call, (letters(block.ndim)[dim],))
