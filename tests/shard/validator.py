@@ -178,10 +178,11 @@ def spread(value: torch.Tensor, layout: Layout) -> Any:
     spread = hp.distribute_tensor(value, layout.mesh, layout.gradient())
     if not layout.has_partial:
         return spread
-    pending = [place for place, op in zip(layout.mesh.get_coordinate(), layout.partials, strict=True) if op]
-    factor = 0 if any(pending[1:]) else {0: 2, 1: -1}.get(pending[0], 0)
+    axes = zip(layout.mesh.get_coordinate(), layout.mesh.shape, layout.partials, strict=True)
+    pending = [place for place, size, op in axes if op and size > 1]
+    factor = 1 if not pending else 0 if any(pending[1:]) else {0: 2, 1: -1}.get(pending[0], 0)
     local = spread.detach().to_local()
-    infinite = local if factor == 2 else torch.zeros_like(local)  # whole on the first rank
+    infinite = local if factor in (1, 2) else torch.zeros_like(local)  # whole on the first rank
     local = torch.where(local.isfinite(), local * factor, infinite)
     made = hp.DTensor.from_local(local, layout.mesh, layout, shape=tuple(value.shape))
     return made.requires_grad_(value.requires_grad)
