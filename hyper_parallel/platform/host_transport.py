@@ -39,19 +39,24 @@ from typing import Any
 
 import numpy as np
 
+from hyper_parallel.platform.eras import Eras
 from hyper_parallel.platform.shared_segment import ProcessIdentity
 
-__all__ = ["HostTransport", "PeerLost", "channel_of"]
+__all__ = ["HostTransport", "PeerFailed", "PeerLost", "channel_of"]
 
 _HEADER = struct.Struct("<QqIQ")  # channel, number, operation, bytes
 _LENGTH = struct.Struct("<I")
 _NUM_PORTS = 32  # tried from MASTER_PORT on
-_GOODBYE = 0  # a channel that no group has
+_GOODBYE, _FAILURE = 0, 2  # channels that no group has
 _SMALL = 64 * 1024
 
 
 class PeerLost(RuntimeError):
     """A rank that is needed has died or has left the world."""
+
+
+class PeerFailed(RuntimeError):
+    """A rank that is needed could not do its backward."""
 
 
 def channel_of(name: str) -> int:
@@ -78,6 +83,8 @@ class _Peer:
     operation: int = 0
     gone: str | None = None  # how it went
     said_goodbye: bool = False
+    era: int = 0
+    failure: str = ""  # what began its era
 
     def __str__(self) -> str:
         return f"rank {self.rank} (process {self.process.pid} on {self.host})"
@@ -94,6 +101,7 @@ class HostTransport:
         self._news = threading.Condition()
         self._operations: dict[int, str] = {}
         self._closed = False
+        self.eras = Eras(self._tell_failure)
         sockets, cards = _meet(rank, world_size, address, port, name, timeout)
         self._peers = {
             peer: _Peer(peer, sock, cards[peer].process, cards[peer].host, threading.Lock(), bytearray(_HEADER.size))
@@ -148,6 +156,11 @@ class HostTransport:
         self._check_open(operation)
         keys = [(source, channel, number) for source in sources]
         needed = [self._peers[rank] for rank in {*members, *sources} if rank != self.rank]
+        asked = [self._peers[source] for source in sources]
+
+        def has_failed(peer: _Peer) -> bool:
+            return not self.eras.may_come(number, peer.era)
+
         limit = self.timeout if timeout is None else timeout
         end = time.monotonic() + limit
         with self._news:
@@ -161,18 +174,19 @@ class HostTransport:
                         self._check_operation(key[0], sent_by, operation)
                         return key[0], data
                 dead = [peer for peer in needed if peer.gone is not None and not peer.said_goodbye]
-                left = [self._peers[source] for source in sources if self._peers[source].gone is not None]
-                if dead or len(left) == len(sources):
-                    raise self._lost(operation, dead or left)
+                if dead or all(peer.gone is not None or has_failed(peer) for peer in asked):
+                    break
                 if self._closed:
                     self._check_open(operation)
                 remaining = end - time.monotonic()
                 if remaining <= 0:
-                    waited = " or ".join(str(self._peers[source]) for source in sources)
+                    waited = " or ".join(map(str, asked))
                     raise TimeoutError(
                         f"{operation} on rank {self.rank} gave up after {limit:g} s: nothing came from {waited}"
                     )
                 self._news.wait(min(remaining, 3600.0))
+        failed = [peer for peer in dead or asked if has_failed(peer)]
+        raise self._failed(operation, failed) if failed else self._lost(operation, dead or asked)
 
     def has_arrived(self, source: int, channel: int, number: int) -> bool:
         """Whether a message is there, so that receiving it does not wait."""
@@ -208,6 +222,8 @@ class HostTransport:
     def _check_open(self, operation: str) -> None:
         if self._closed:
             raise RuntimeError(f"{operation} on rank {self.rank}: this process has left the world")
+        if self.eras.why_lost is not None:
+            raise PeerFailed(f"{operation} on rank {self.rank}: this rank has lost the others: {self.eras.why_lost}")
         if os.getpid() != self._owner:
             raise RuntimeError(
                 f"{operation}: the world belongs to process {self._owner} and cannot be used in its forked child "
@@ -226,6 +242,18 @@ class HostTransport:
     def _lost(self, operation: str, peers: Sequence[_Peer]) -> PeerLost:
         how = ", ".join(f"{peer} {peer.gone or 'does not take messages any more'}" for peer in peers)
         return PeerLost(f"{operation} on rank {self.rank} cannot end: {how}")
+
+    def _failed(self, operation: str, peers: Sequence[_Peer]) -> PeerFailed:
+        how = "; ".join(f"the backward of {peer} failed: {peer.failure}" for peer in peers)
+        error = f"{operation} on rank {self.rank} cannot end: {how}"
+        self.eras.another_failed(error)
+        return PeerFailed(error)
+
+    def _tell_failure(self, era: int, why: str) -> None:
+        text = why[:2000].encode()
+        for peer in self._peers.values():
+            with contextlib.suppress(OSError), peer.send_lock:
+                peer.socket.sendall(_HEADER.pack(_FAILURE, era, 0, len(text)) + text)
 
     def _number_of(self, operation: str) -> int:
         number = _operation_number(operation)
@@ -268,8 +296,11 @@ class HostTransport:
             if num_bytes:
                 return
         with self._news:
-            queue = self._arrived.setdefault((peer.rank, *peer.key), collections.deque())
-            queue.append((peer.operation, peer.message))
+            if peer.key[0] == _FAILURE:
+                peer.era, peer.failure = peer.key[1], peer.message.tobytes().decode(errors="replace")
+            else:
+                queue = self._arrived.setdefault((peer.rank, *peer.key), collections.deque())
+                queue.append((peer.operation, peer.message))
             self._news.notify_all()
         peer.message = None
 

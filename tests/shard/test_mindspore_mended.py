@@ -41,6 +41,26 @@ def test_nanmean_has_a_gradient():
         ops.nanmean(Tensor(np.array([1, 2])))
 
 
+@run_on_ranks(2)
+def test_a_hook_that_raises_on_one_rank_raises_on_all_and_the_next_step_is_right():
+    """The next step's collectives do not meet those that the others have begun."""
+    rank, mesh = hp.get_platform().get_rank(), hp.init_device_mesh("cpu", (2,))
+    weight = hp.distribute_tensor(Tensor(np.ones((4, 2), np.float32)), mesh, [hp.Replicate()])
+    weight.requires_grad_()
+    for step in range(3):
+        batch = np.full((6, 4), step + 1.0, np.float32)
+        result = hp.distribute_tensor(Tensor(batch), mesh, [hp.Shard(0)]) @ weight
+        if step == 1 and rank == 1:
+            result.register_hook(lambda gradient: 1 / 0)
+        if step == 1:
+            with pytest.raises(ZeroDivisionError if rank == 1 else RuntimeError, match="division by zero"):
+                hp.backward(result.sum())
+        else:
+            hp.zero_grad([weight])
+            hp.backward(result.sum())
+            np.testing.assert_array_equal(hp.grad_of(weight).full_tensor().asnumpy(), np.full((4, 2), 6.0 * (step + 1)))
+
+
 _STEADY = {
     "log": ops.log,
     "log2": ops.log2,

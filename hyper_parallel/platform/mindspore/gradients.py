@@ -15,7 +15,7 @@ from typing import Any
 
 from mindspore import Tensor
 
-from hyper_parallel.platform.mindspore import private_api, start
+from hyper_parallel.platform.mindspore import private_api, start, wires
 from hyper_parallel.platform.mindspore.second_gradients import hand_on_copies
 from hyper_parallel.platform.mindspore.tensors import full_like
 
@@ -114,9 +114,12 @@ def _run(
     else:
         hooks = [node.register_prehook(_take_copies) for node in _leaves(roots)]
     try:
-        if accumulates:
-            return private_api.run_backward(roots, seeds, retain_graph, create_graph, inputs)
-        return private_api.run_backward(roots, seeds, retain_graph, create_graph, inputs, True, accumulate_grad=False)
+        with wires.get_wire().backward(lambda: _has_functions(roots)):
+            if accumulates:
+                return private_api.run_backward(roots, seeds, retain_graph, create_graph, inputs)
+            return private_api.run_backward(
+                roots, seeds, retain_graph, create_graph, inputs, True, accumulate_grad=False
+            )
     finally:
         for hook in hooks:
             hook.remove()
@@ -127,18 +130,24 @@ def _take_copies(gradients: Any) -> Any:
     return tuple(None if gradient is None else gradient * 1 for gradient in gradients)
 
 
+def _has_functions(roots: Sequence[Tensor]) -> bool:
+    """Whether nodes written in Python, which alone communicate, are behind the roots."""
+    return any(private_api.is_function(node) for node in _nodes(roots))
+
+
 def _leaves(roots: Sequence[Tensor]) -> list[Any]:
     """The nodes of the leaves that the roots were computed from."""
+    return [node for node in _nodes(roots) if node.is_leaf()]
+
+
+def _nodes(roots: Sequence[Tensor]) -> list[Any]:
+    """The nodes behind the roots."""
     waiting = [node for node in map(private_api.grad_node, roots) if node is not None]
-    seen, found = set(), []
+    found: dict[int, Any] = {}
     while waiting:
         node = waiting.pop()
         number = private_api.node_number(node)
-        if number in seen:
-            continue
-        seen.add(number)
-        if node.is_leaf():
-            found.append(node)
-        else:
-            waiting.extend(following for following, _ in node.next_functions if following is not None)
-    return found
+        if number not in found:
+            found[number] = node
+            waiting.extend(private_api.nodes_before(node))
+    return list(found.values())
