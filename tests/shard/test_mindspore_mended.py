@@ -41,6 +41,20 @@ def test_nanmean_has_a_gradient():
         ops.nanmean(Tensor(np.array([1, 2])))
 
 
+def test_recording_that_an_operator_has_stopped_begins_again():
+    with pytest.raises(TypeError, match="ReLU6"):
+        ops.relu6(Tensor(np.ones(2)))
+    for is_lost in (True, False):
+        leaf = Tensor(np.ones(2))
+        leaf.requires_grad_()
+        if is_lost:
+            with pytest.raises(RuntimeError, match=r"stops recording when an operator fails.*compute the tensor anew"):
+                hp.backward((leaf * leaf).sum())
+        else:
+            hp.backward((leaf * leaf).sum())
+            np.testing.assert_array_equal(hp.grad_of(leaf).asnumpy(), [2.0, 2.0])
+
+
 @run_on_ranks(2)
 def test_a_hook_that_raises_on_one_rank_raises_on_all_and_the_next_step_is_right():
     """The next step's collectives do not meet those that the others have begun."""

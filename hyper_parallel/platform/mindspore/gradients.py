@@ -81,6 +81,13 @@ def _roots_and_seeds(
         if not isinstance(root, Tensor):
             raise TypeError(f"{function} takes tensors, got {type(root).__name__}")
         if not private_api.requires_grad(root):
+            if not private_api.has_started_recording():
+                private_api.start_recording()
+                raise RuntimeError(
+                    f"{function}: the tensor of shape {tuple(root.shape)} was not recorded: MindSpore stops recording "
+                    "when an operator fails, and at the end of mindspore.value_and_grad. It records again now; compute "
+                    "the tensor anew"
+                )
             raise RuntimeError(
                 f"{function}: the tensor of shape {tuple(root.shape)} was computed without recording, or from nothing "
                 "that requires a gradient; call requires_grad_() on a leaf and compute it outside of no_grad()"

@@ -41,6 +41,11 @@ def start_recording() -> None:
     executor.set_grad_flag(True)
 
 
+def has_started_recording() -> bool:
+    """Whether recording is switched on; an operator that fails switches it off."""
+    return executor.grad_flag()
+
+
 def is_recording() -> bool:
     """Whether operators are recorded now: switched on, and not inside ``no_grad``."""
     return executor.enable_grad()

@@ -4,9 +4,10 @@ Note [What is lost when a backward is recorded]
     With ``create_graph`` MindSpore 2.10 records what the nodes of its tape compute, so that it can be differentiated
     again. On a CPU the result of a reshape in there is not connected to what is made of it next: a part of the second
     gradient is missing, silently. Between two nodes a copy made by Python is connected, so every node hands on copies.
-    Within one node nothing helps. Sums that drop dims put them back by a reshape, and products of two matrices
-    transpose them; differentiated twice they are an error, which says what to write instead. What comes before them
-    may be constant: the sum at the end of a loss is right.
+    Within one node nothing helps. Sums that drop dims put them back by a reshape, products of two matrices transpose
+    them, and some others lose a part for reasons of their own; differentiated twice they are an error, which says what
+    to write instead. What comes before them may be constant: the sum at the end of a loss is right. Which nodes these
+    are was found with differences: ``python -m tests.platform.mindspore_second_gradients``.
 """
 
 from __future__ import annotations
@@ -24,12 +25,27 @@ __all__ = ["hand_on_copies"]
 _LINEAR = frozenset(
     {
         *("Add", "AddExt", "AddScalar", "Sub", "SubExt", "SubScalar", "Neg", "Muls", "Divs", "Cast", "Contiguous"),
-        *("Reshape", "Squeeze", "SumExt", "MeanExt", "Transpose", "TransposeView"),
+        *("Reshape", "Squeeze", "SumExt", "MeanExt", "ReduceSum", "ReduceMean", "Transpose", "TransposeView"),
     }
 )
-_DROP_DIMS = frozenset({"SumExt", "MeanExt", "ProdExt", "ReduceMax", "ReduceMin", "ReduceProd"})
+_DROP_DIMS = frozenset(
+    {"SumExt", "MeanExt", "ProdExt", "ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd"}
+)
 _PRODUCTS = frozenset({"MatMulExt", "BatchMatMulExt", "Dense"})
-_NEVER = frozenset({"Softmax", "LogSoftmax", "LayerNorm", "ReduceStd", "CrossEntropyLoss", "NLLLoss"})
+_NORMS = frozenset(
+    {"Softmax", "LogSoftmax", "LayerNorm", "BatchNorm", "ReduceStd", "CrossEntropyLoss", "NLLLoss", "LpNorm"}
+)
+_MATRICES = frozenset(
+    {"MatrixDeterminant", "LogMatrixDeterminant", "CholeskyInverse", "CholeskySolve", "Svd", "Eigh", "Cdist", "Zeta"}
+)
+_NEVER = frozenset({*_NORMS, *_MATRICES, "Tile", "Sort"})
+_INSTEAD = (
+    (_DROP_DIMS, "reduce with keepdims=True and reshape the result"),
+    (_PRODUCTS, "multiply plain matrices by ops.MatMul() or ops.BatchMatMul()"),
+    (_NORMS, "write softmax, norms and cross-entropy by exp, log and mean"),
+    ({"Tile"}, "repeat with ops.broadcast_to and reshape"),
+    ({"Sort"}, "sort with ops.topk"),
+)
 
 
 def hand_on_copies(roots: Sequence[Tensor], seeds: Sequence[Any], copies: Callable[[Any], Any]) -> list[Any]:
@@ -37,10 +53,10 @@ def hand_on_copies(roots: Sequence[Tensor], seeds: Sequence[Any], copies: Callab
     nodes = _nodes_behind(roots, any(seed is not None and private_api.requires_grad(seed) for seed in seeds))
     lost = sorted({private_api.node_name(node) for node, is_constant in nodes if _is_lost(node, is_constant)})
     if lost:
+        instead = [advice for names, advice in _INSTEAD if not names.isdisjoint(lost)]
         raise RuntimeError(
-            f"create_graph: MindSpore 2.10 loses a part of the second gradient of {', '.join(lost)} on a CPU. Reduce "
-            "with keepdims=True and reshape the result; multiply plain matrices by ops.MatMul() or ops.BatchMatMul(); "
-            "write softmax and norms by exp and mean; or use Ascend or PyTorch"
+            f"create_graph: MindSpore 2.10 loses a part of the second gradient of {', '.join(lost)} on a CPU; "
+            f"{'; '.join([*instead, 'or use Ascend or PyTorch'])}"
         )
     return [
         node.register_prehook(copies) if node.is_leaf() else node.register_hook(lambda given, _: copies(given))
