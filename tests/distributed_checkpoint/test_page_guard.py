@@ -3,6 +3,7 @@
 import mmap
 import os
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -17,6 +18,7 @@ from hyper_parallel import checkpoint as ckpt
 from hyper_parallel.core.distributed_checkpoint import async_save as async_save_module
 from hyper_parallel.core.distributed_checkpoint import background, staging
 from hyper_parallel.core.distributed_checkpoint.page_guard import Part, PrivateMemory, Span, _blocks, can_copy_from
+from hyper_parallel.core.distributed_checkpoint.writer_process import hand_over, receive_message
 from tests.distributed_checkpoint.background_storage import is_alive, kernel_state, wait_for
 
 only_on = "torch"  # memory of the operating system; guarded tensors of both frameworks: test_async_save.py
@@ -294,3 +296,15 @@ def test_nothing_waits_for_children_that_were_forked_meanwhile(saver, monkeypatc
     for pid, _ in children:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
+
+
+def test_a_writer_that_copies_need_not_listen_to_what_comes_next():
+    here, there = socket.socketpair()
+    with here, there, open(os.devnull, "rb") as null:
+        sent = [("short", 1), ("long", "x" * (1 << 24)), ("short", 2)]
+        for message in sent:
+            hand_over(here, message, (null.fileno(),))
+        for message in sent:
+            got, (file,) = receive_message(there)
+            assert got == message and os.path.sameopenfile(file, null.fileno())
+            os.close(file)

@@ -40,7 +40,7 @@ from typing import Any, NamedTuple
 from hyper_parallel.core.distributed_checkpoint.agreement import Agreement
 from hyper_parallel.core.distributed_checkpoint.page_guard import Guard, Part, Span
 from hyper_parallel.core.distributed_checkpoint.shared_memory import SharedMemory
-from hyper_parallel.core.distributed_checkpoint.writer_process import HELLO, receive_message, send_message
+from hyper_parallel.core.distributed_checkpoint.writer_process import HELLO, hand_over, receive_message
 
 # `hyper_parallel.core` brings in the framework. The writer process needs one of its rooms and not the front door.
 _START = """
@@ -170,7 +170,7 @@ class WriterProcess:
     def _send(self, message: Any, files: tuple[int, ...] = ()) -> None:
         # A writer that is gone is found out when its answer is awaited.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            send_message(self._control, message, files)
+            hand_over(self._control, message, files)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until the job is done or the writer gone; False if ``timeout`` seconds were not enough."""

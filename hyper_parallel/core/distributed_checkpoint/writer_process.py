@@ -45,24 +45,35 @@ class ParentGone(Exception):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def send_message(connection: socket.socket, value: Any, files: tuple[int, ...] = ()) -> None:
-    """A value, pickled, and perhaps open files along with it (between processes of one host)."""
+def send_message(connection: socket.socket, value: Any) -> None:
+    """A value, pickled."""
     data = pickle.dumps(value)
     head = _LENGTH.pack(len(data))
-    if files:
-        socket.send_fds(connection, [head], files)
+    connection.sendall(head + data if len(data) < 1 << 16 else head)
+    if len(data) >= 1 << 16:
         connection.sendall(data)
-    else:
-        connection.sendall(head + data if len(data) < 1 << 16 else head)
-        if len(data) >= 1 << 16:
-            connection.sendall(data)
+
+
+def hand_over(connection: socket.socket, value: Any, files: tuple[int, ...] = ()) -> None:
+    """A value and open files to a process of this host, which may be busy: a long value goes as a file too."""
+    data = pickle.dumps(value)
+    if len(data) < 1 << 14:
+        socket.send_fds(connection, [_LENGTH.pack(len(data)) + data], files)
+        return
+    with open(os.memfd_create("hyper-parallel-message", os.MFD_CLOEXEC), "w+b") as file:
+        file.write(data)
+        file.seek(0)
+        socket.send_fds(connection, [_LENGTH.pack(0)], (file.fileno(), *files))
 
 
 def receive_message(connection: socket.socket, parent: int | None = None) -> tuple[Any, list[int]]:
     """The next value and files; EOFError when the other side has closed, ParentGone when ``parent`` has ended."""
     files: list[int] = []
-    head = _receive_exactly(connection, _LENGTH.size, parent, files)
-    return pickle.loads(_receive_exactly(connection, _LENGTH.unpack(head)[0], parent)), files
+    (length,) = _LENGTH.unpack(_receive_exactly(connection, _LENGTH.size, parent, files))
+    if length == 0:
+        with open(files.pop(0), "rb") as file:
+            return pickle.load(file), files
+    return pickle.loads(_receive_exactly(connection, length, parent)), files
 
 
 def _receive_exactly(
