@@ -283,6 +283,30 @@ def test_a_writer_that_cannot_be_started(tmp_path: Path) -> None:
     _assert_loads(folder, mesh, 2.0)
 
 
+@run_on_ranks(2)
+def test_a_rank_is_interrupted_while_it_hands_its_part_over(tmp_path: Path) -> None:
+    mesh = hp.init_device_mesh("cpu", (2,))
+    folder = tmp_path / "c"
+    ckpt.save(_state(mesh, 0.0), checkpoint_id=folder)
+    async_save_module._finish_all()
+    for number in range(2):  # before the writers are started, and behind
+        if dist.get_rank() == 1:
+            with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                patch.setattr(background.WriterProcess, "_send", _interrupted)
+                ckpt.async_save(_state(mesh, -1.0), checkpoint_id=folder)
+        else:
+            handle = ckpt.async_save(_state(mesh, -1.0), checkpoint_id=folder)
+            with pytest.raises(ckpt.CheckpointError, match=r"rank 1(: it)? is gone"):
+                handle.result()
+        _assert_loads(folder, mesh, float(number))
+        ckpt.async_save(_state(mesh, number + 1.0), checkpoint_id=folder).result()
+        _assert_loads(folder, mesh, number + 1.0)
+
+
+def _interrupted(*args: Any) -> None:
+    raise KeyboardInterrupt
+
+
 @run_on_ranks(4)
 def test_a_writer_that_stands_still_is_waited_for(tmp_path: Path) -> None:
     """A stopped process answers nothing at all, like one on a machine that is busy with something else."""

@@ -201,11 +201,9 @@ class _Background:
 
         def look() -> tuple[str | None, tuple[str, str] | None, bool]:
             handle = self._handle
-            if handle is None:
-                return None, None, self._process is not None
-            if not handle.done():
+            if handle is not None and not handle.done():
                 return str(handle.checkpoint_id), None, True
-            error = None if handle.was_raised else handle.error()
+            error = None if handle is None or handle.was_raised else handle.error()
             kind = next((kind for kind, cls in _KINDS.items() if isinstance(error, cls)), "")
             alive = self._process is not None and not self._process.is_broken
             return None, None if error is None else (kind, str(error)), alive
@@ -238,7 +236,7 @@ class _Background:
         """Copy what a plan says, before the ranks have agreed on it."""
         process = self._process
         if process is not None and not process.is_broken and not process.is_busy:
-            with contextlib.suppress(Exception):  # It will come again, when it can be told.
+            with process.whole(), contextlib.suppress(Exception):  # It will come again, when it can be told.
                 self._copying = Copying(stage(planner, plan, copy=False), process, copy_first)
 
     def _forget_copy(self) -> None:
@@ -252,6 +250,16 @@ class _Background:
         """Copy or guard the bytes and hand them to the writer. An error here is one of the save: all ranks hear it."""
         process = self._process
         assert process is not None
+        with process.whole():
+            job = self._job(process, prepared, writer, place, copy_first)
+            process.start_job(job)
+            self._handle = handle
+            if "failure" not in job:
+                self._copying = None  # What is guarded may still be copied, by the writer that does the job then.
+
+    def _job(
+        self, process: WriterProcess, prepared: PreparedSave, writer: bytes, place: CheckpointId, copy_first: bool
+    ) -> dict[str, Any]:
         job: dict[str, Any] = {
             "save_name": prepared.save_name,
             "checkpoint_id": place,
@@ -259,6 +267,7 @@ class _Background:
             "is_guarded": False,
         }
         is_as_before = prepared.known is not None and prepared.known is self.known_plan
+        self.known_plan = prepared.known
         copying = self._copying
         try:
             if not is_as_before or copying is None or copying.process is not process:
@@ -266,14 +275,11 @@ class _Background:
                 staged = stage(prepared.planner, prepared.plan, copy=False)
                 self._copying = copying = Copying(staged, process, copy_first)
             job |= {"items": copying.finish(), "is_guarded": copying.is_guarded}
-            self._copying = None  # What is guarded may still be copied, by the writer that does the job then.
             if prepared.agreement.is_coordinator:
                 job["index"] = self._index_of(prepared)
         except Exception as error:
             job["failure"] = f"{type(error).__name__}: {error}"
-        self.known_plan = prepared.known
-        self._handle = handle
-        process.start_job(job)
+        return job
 
     def _index_of(self, prepared: PreparedSave) -> bytes:
         """What :func:`_index_in_advance` gives, packed; that of the last save where the plan is the same."""

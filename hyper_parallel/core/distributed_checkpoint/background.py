@@ -31,7 +31,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from io import FileIO
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -185,8 +185,9 @@ class WriterProcess:
 
     def _take_answer(self) -> None:
         try:
-            # Also when it has ended: it may have answered before.
-            answer = receive_message(self._control, self._ended)[0]
+            with self.whole():
+                # Also when it has ended: it may have answered before.
+                answer = receive_message(self._control, self._ended)[0]
         except Exception as error:  # ParentGone, EOFError, ConnectionResetError: all the same
             del error
             answer = ("failed", ("lost", self._obituary(self._how_it_ended())))
@@ -220,9 +221,19 @@ class WriterProcess:
 
     # ---------------------------------------------------------------- the end
 
-    def abandon(self) -> None:
-        """Say no more: the writer ends when it has done what it was told, also where a forked child could go on."""
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """What is interrupted in here, by Ctrl-C say, nobody can go on with: the writer ends, so that none waits."""
+        try:
+            yield
+        except BaseException:
+            self._say_no_more()
+            raise
+
+    def _say_no_more(self) -> None:
+        """The writer ends when it has done what it was told, also where a forked child could go on."""
         self.is_broken = True
+        self._close_ends()
         with contextlib.suppress(OSError):  # It may be gone.
             self._control.shutdown(socket.SHUT_WR)
 
@@ -235,7 +246,7 @@ class WriterProcess:
         """Let the writer finish what it does, and end. In a forked child, whose it is not: nothing."""
         if self._owner != os.getpid():
             return
-        self.abandon()
+        self._say_no_more()
         self.close_connections()
         if self._process is not None:
             self._process.wait()

@@ -164,8 +164,9 @@ class _GuardedMemory:
         self._keeper.join()
 
     def _tell(self, word: bytes) -> None:
-        with contextlib.suppress(BrokenPipeError), self._say:  # A writer that is gone is found out later.
-            self._say.write(word)
+        if not self._say.closed:  # It is said once.
+            with contextlib.suppress(BrokenPipeError), self._say:  # A writer that is gone is found out later.
+                self._say.write(word)
 
 
 def _keep(sources: list[Any], done: FileIO) -> None:
