@@ -141,3 +141,12 @@ def test_shapes_that_do_not_fit_are_named() -> None:
         torch.mm(left, right)
     with pytest.raises(RuntimeError, match=r"addmm: a plain tensor of shape \(3, 3\) meets a distributed one"):
         torch.addmm(torch.zeros(3, 3), left, right)
+
+
+@run_on_ranks(2)
+def test_kron_of_blocks_whose_elements_do_not_lie_in_order() -> None:
+    mesh = hp.init_device_mesh("cpu", (2,))
+    first, second = tensor(4, 3), tensor(5, 2, seed=1)
+    x, y = hp.distribute_tensor(first, mesh, [hp.Shard(0)]), hp.distribute_tensor(second, mesh, [hp.Replicate()])
+    expected = torch.kron(first, second.t().contiguous())
+    torch.testing.assert_close(torch.kron(x, y.t()).full_tensor(), expected)

@@ -201,7 +201,12 @@ def kron(call: OpCall) -> Signature:
     first = tuple(label if size != 1 else None for label, size in zip(output, padded[0], strict=True))
     second = tuple(None if a != 1 else label for label, a in zip(output, padded[0], strict=True))
     inputs = (first[ndim - call.tensors[0].ndim :], second[ndim - call.tensors[1].ndim :])
-    return Signature(inputs, (output,), even=frozenset(even), linear=_ALONE)
+    return Signature(inputs, (output,), even=frozenset(even), linear=_ALONE, local=_kron)
+
+
+def _kron(call: LocalCall) -> Any:
+    """PyTorch's function refuses some tensors whose elements do not lie in order, as on one rank they may not."""
+    return call.func(*(block.contiguous() for block in (*call.args, *call.kwargs.values())))
 
 
 @rule("cdist", "_cdist_forward")
