@@ -93,6 +93,7 @@ def _questions(x: Any) -> dict[str, Any]:
         "ndimension": x.ndimension(),
         "index": [10, 20, 30, 40, 50][torch.ones_like(x).sum().long() // 15],
         "copied": copy.deepcopy(x.detach()).tolist(),
+        "dlpack": torch.from_dlpack(x.detach()).tolist(),
     }
 
 

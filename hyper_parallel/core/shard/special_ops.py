@@ -37,7 +37,7 @@ SPECIAL_OPS: dict[str, Handler] = dict.fromkeys(
             "__int__",
             "__index__",
         ),
-        *("__complex__", "__contains__", "__array__"),
+        *("__complex__", "__contains__", "__array__", "__dlpack__"),
     ),
     _on_whole_values,
 )
