@@ -42,6 +42,7 @@ def test_nanmean_has_a_gradient():
 
 
 def test_recording_that_an_operator_has_stopped_begins_again():
+    hp.get_platform()
     with pytest.raises(TypeError, match="ReLU6"):
         ops.relu6(Tensor(np.ones(2)))
     for is_lost in (True, False):
@@ -142,3 +143,34 @@ def test_whole_numbers_and_bools_give_what_one_device_gives():
         assert x.var().full_tensor().asnumpy() == Tensor(array).var().asnumpy()
         assert x.std().full_tensor().asnumpy() == Tensor(array).std().asnumpy()
         np.testing.assert_array_equal((x > 3).argmax(axis=0).full_tensor().asnumpy(), (array > 3).argmax(axis=0))
+
+
+@run_on_ranks(2)
+def test_what_is_written_into_a_block_without_elements_has_a_gradient():
+    """The kernel of its gradient fails on the rank that has no row."""
+    mesh, values = hp.init_device_mesh("cpu", (2,)), np.arange(16.0).reshape(1, 4, 4)
+    x = hp.distribute_tensor(Tensor(values), mesh, [hp.Shard(0)])
+    x.requires_grad_()
+    written = x * 1.0
+    written[:, :, :3] = written[:, :, :3] * 3.0
+    hp.backward((written * written).sum())
+    np.testing.assert_allclose(hp.grad_of(x).full_tensor().asnumpy(), 2 * values * np.array([9, 9, 9, 1]))
+
+
+@run_on_ranks(2)
+def test_products_of_blocks_that_are_one_row_have_gradients_of_their_shape():
+    mesh = hp.init_device_mesh("cpu", (2,))
+    for left, right, placement in (((2, 1, 3), (3, 4), hp.Shard(0)), ((1, 4, 2), (1, 2, 4), hp.Shard(2))):
+        arrays = [np.random.RandomState(0).rand(*shape) for shape in (left, right)]
+        a = hp.distribute_tensor(Tensor(arrays[0]), mesh, [placement])
+        b = hp.distribute_tensor(Tensor(arrays[1]), mesh, [hp.Replicate()])
+        a.requires_grad_()
+        b.requires_grad_()
+        for _ in range(2):
+            hp.zero_grad([a, b])
+            hp.backward((a @ b).sum())
+            assert tuple(a.grad.to_local().shape) == tuple(a.to_local().shape)
+            found = [hp.grad_of(one).full_tensor().asnumpy() for one in (a, b)]
+            np.testing.assert_allclose(found[0], np.broadcast_to(arrays[1].sum(-1), left))
+            wanted = arrays[0].sum(tuple(range(len(left) - 1)))[:, None]
+            np.testing.assert_allclose(found[1], np.broadcast_to(wanted, right))

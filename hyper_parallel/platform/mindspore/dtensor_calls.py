@@ -50,7 +50,7 @@ def result_wrapper(
             blocks.append(value._local if type(value) is kind else _block(value))  # a comprehension costs a call
         if writes is None:
             writes = func.__name__[-1:] == "_"
-            if not any(map(has_no_elements, _tensors_in(blocks))):
+            if not any(map(getattr(func, "not_for", has_no_elements), _tensors_in(blocks))):
                 instead = getattr(func, "on_elements", None)
         if gives_nothing:
             named = {name: _block(value) for name, value in kwargs.items()}

@@ -5,7 +5,7 @@ computed by functions of MindSpore that have a kernel on a CPU as well as on Asc
 ``dtensor_ops_`` have one family each; :mod:`dtensor_ops` is the whole table.
 
 Some look for blocks without elements. The most frequent of them name what can be called where there are none
-(``on_elements``), so that a plan looks once and not at every call.
+(``on_elements``; ``not_for`` finds other blocks for which it cannot), so that a plan looks once and not at every call.
 """
 
 from __future__ import annotations

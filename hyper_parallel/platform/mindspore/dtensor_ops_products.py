@@ -16,17 +16,24 @@ _linear, _matmul = mint.nn.functional.linear, mint.matmul
 @neutral
 def matmul(input: Any, other: Any) -> Any:
     if 0 in input.shape or 0 in other.shape:
-        return _product_of_nothing(input, other)
+        return zeros_of(_product_shape(input, other), input.dtype, input, other)
+    if _is_row(input) or _is_row(other):
+        flat = [one.reshape(1, one.shape[-1]) if _is_row(one) else one for one in (input, other)]
+        return _matmul(*flat).reshape(_product_shape(input, other))
     return _matmul(input, other)
 
 
-def _product_of_nothing(input: Any, other: Any) -> Any:
-    """The same, with an empty dim somewhere."""
+def _is_row(tensor: Any) -> bool:
+    """Whether it is like (1, 1, n), for which MindSpore's gradient on a CPU fails or has another shape."""
+    return tensor.ndim > 2 and tensor.numel() == tensor.shape[-1]
+
+
+def _product_shape(input: Any, other: Any) -> tuple[int, ...]:
     left, right = tuple(input.shape), tuple(other.shape)
     batch = [max(sizes) if 0 not in sizes else 0 for sizes in aligned_sizes(left[:-2], right[:-2])]
     rows = left[-2:-1] if len(left) > 1 else ()
     columns = right[-1:] if len(right) > 1 else ()
-    return zeros_of((*batch, *rows, *columns), input.dtype, input, other)
+    return (*batch, *rows, *columns)
 
 
 @neutral
@@ -45,3 +52,4 @@ def linear(input: Any, weight: Any, bias: Any = None) -> Any:
 
 
 matmul.on_elements, linear.on_elements = _matmul, _linear
+matmul.not_for = lambda tensor: 0 in tensor.shape or _is_row(tensor)

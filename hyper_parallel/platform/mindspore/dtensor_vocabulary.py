@@ -17,6 +17,7 @@ from mindspore import Tensor, mint, ops
 from hyper_parallel.platform.mindspore import dtensor_ops_reductions as reductions
 from hyper_parallel.platform.mindspore import dtensor_ops_shapes, dtensor_whole
 from hyper_parallel.platform.mindspore.dtensor_ops_creation import clone
+from hyper_parallel.platform.mindspore.dtensor_ops_positions import index_added
 from hyper_parallel.platform.mindspore.start import on_ascend
 
 
@@ -67,11 +68,12 @@ def _with_keywords(plain: Callable[..., Any], ours: Callable[..., Any]) -> Calla
 
 
 def _narrow(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """``narrow`` that gives no rows where none are asked for."""
+    """``narrow`` that gives no rows where none are asked for, and a gradient to a block without elements."""
 
     @functools.wraps(plain)
     def method(self: Any, dim: int, start: int, length: int) -> Any:
-        return plain(self, dim, start, length) if length else dtensor_ops_shapes.narrow(self, dim, start, length)
+        has_elements = length and 0 not in self.shape
+        return plain(self, dim, start, length) if has_elements else dtensor_ops_shapes.narrow(self, dim, start, length)
 
     return method
 
@@ -101,7 +103,7 @@ def _index_add(plain: Callable[..., Any]) -> Callable[..., Any]:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 3 and isinstance(args[0], int) and not kwargs:
             dim, index, source = args
-            return ops.index_add(clone(self), index.to(ms.int32), source, dim)
+            return index_added(ops.index_add, self, dim, index.to(ms.int32), source)
         return plain(self, *args, **kwargs)
 
     return method

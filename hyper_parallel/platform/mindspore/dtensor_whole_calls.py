@@ -14,7 +14,7 @@ import mindspore as ms
 from mindspore import Tensor
 
 from hyper_parallel.platform.mindspore.dtensor_ops import NEUTRAL
-from hyper_parallel.platform.mindspore.dtensor_ops_creation import clone
+from hyper_parallel.platform.mindspore.dtensor_ops_positions import index_added
 
 Dispatch = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 # ``once(name, plain, make, shapes)``: what ``make`` gives, under a neutral name, the same object at each call. With
@@ -114,7 +114,7 @@ def written_out(dispatch: Dispatch, once: Once) -> dict[str, Callable[..., Any]]
 
     def index_add(plain: Any, x: Any, indices: Any, y: Any, axis: int, *settings: Any, **more: Any) -> Any:
         """It writes into ``x``."""
-        function = once("index_add", plain, lambda: lambda x, dim, index, source: plain(clone(x), index, source, dim))
+        function = once("index_add", plain, lambda: lambda *given: index_added(plain, *given))
         return dispatch(NEUTRAL["copy_"], (x, dispatch(function, (x, axis, indices, y), {})), {})
 
     def reduced_here(name: str) -> Callable[..., Any]:

@@ -90,7 +90,8 @@ def _roots_and_seeds(
                 )
             raise RuntimeError(
                 f"{function}: the tensor of shape {tuple(root.shape)} was computed without recording, or from nothing "
-                "that requires a gradient; call requires_grad_() on a leaf and compute it outside of no_grad()"
+                "that requires a gradient; call hyper_parallel.get_platform() at the start of the program, "
+                "requires_grad_() on a leaf, and compute it outside of no_grad()"
             )
         if seed is None and root.numel() != 1:
             raise RuntimeError(
@@ -138,8 +139,11 @@ def _take_copies(gradients: Any) -> Any:
 
 
 def _has_functions(roots: Sequence[Tensor]) -> bool:
-    """Whether nodes written in Python, which alone communicate, are behind the roots."""
-    return any(private_api.is_function(node) for node in _nodes(roots))
+    """Whether nodes written in Python, which alone communicate, are behind the roots; asked after a backward."""
+    try:
+        return any(private_api.is_function(node) for node in _nodes(roots))
+    except RuntimeError:  # one has been freed since
+        return True
 
 
 def _leaves(roots: Sequence[Tensor]) -> list[Any]:
