@@ -14,6 +14,7 @@ connecting: dict[dist.ProcessGroup, Connection] = {}  # groups whose members are
 creation_lock = threading.Lock()
 _CONNECT_TAG = 2**31 - 1
 _STOP_SECONDS = 3.0
+_SECONDS_TO_LET_GO = 0.02  # for threads of the backend to release the tensors of the last collective
 
 
 def wait_until_connected(group: dist.ProcessGroup) -> None:
@@ -36,8 +37,11 @@ def stop_connecting(stopped: list[dist.ProcessGroup]) -> None:
         connection.thread.join(max(0.0, end - time.monotonic()))
 
 
-# A thread that is still in a call of torch when the interpreter ends would bring the process down with it.
-atexit.register(lambda: stop_connecting(list(connecting)))
+@atexit.register
+def _end_threads() -> None:
+    """A thread that is in a call of torch, or waits for the interpreter, when that ends brings the process down."""
+    stop_connecting(list(connecting))
+    time.sleep(_SECONDS_TO_LET_GO)
 
 
 class Connection:
