@@ -133,6 +133,33 @@ def test_gradients_of_gradients_through_redistributions() -> None:
                 torch.testing.assert_close(found.full_tensor(), expected)
 
 
+class _Squared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * gradient
+
+
+@run_on_ranks(2)
+def test_gradients_of_gradients_through_functions_of_pending_sums() -> None:
+    mesh = hp.init_device_mesh("cpu", (2,))
+
+    def penalty(x):
+        (first,) = torch.autograd.grad((_Squared.apply(x.sin().sum(0)) ** 3).sum(), x, create_graph=True)
+        (first**2).sum().backward()
+        return first
+
+    plain = tensor(5, 3).requires_grad_()
+    expected = penalty(plain)
+    for placement in (hp.Shard(0), hp.Shard(1), hp.Replicate()):
+        x = hp.distribute_tensor(plain.detach(), mesh, [placement]).requires_grad_()
+        torch.testing.assert_close(penalty(x).full_tensor(), expected)
+        torch.testing.assert_close(x.grad.full_tensor(), plain.grad)
+
+
 @run_on_ranks(2)
 def test_functional_products() -> None:
     mesh = _mesh()

@@ -14,6 +14,7 @@ import functools
 import threading
 from typing import Any
 
+from hyper_parallel.core.dtensor.autograd_edges import leaving_edge
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.skip_dispatch import is_skipped, skipping
@@ -127,7 +128,7 @@ def _returned(name: str, result: Any, label: Label | None) -> Any:
             f"shape {tuple(label[1])}: compute it from the gradients and saved tensors, which are distributed, or "
             "make the function a DFunction, which works on blocks"
         )
-    return _platform.local_alias(result.redistribute(layout.mesh, layout))
+    return leaving_edge(_platform.local_alias(result.redistribute(layout.mesh, layout)), label[0], layout)
 
 
 class _Context:
