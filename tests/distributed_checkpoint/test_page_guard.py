@@ -242,6 +242,7 @@ def test_blocks_cover_every_byte_of_every_part_once():
         found = sorted((part.place, part.address, part.length) for block in blocks for part in block.parts)
         for block, after in zip(blocks, [*blocks[1:], None], strict=True):
             assert block.start % _PAGE == block.end % _PAGE == 0 and (after is None or block.end <= after.start)
+            assert after is None or block.end < after.start or block.end % (2 << 20) == 0, "huge pages stay whole"
             assert all(block.start <= p.address and p.address + p.length <= block.end for p in block.parts)
         for part in parts:
             mine = [piece for piece in found if piece[0] >> 30 == part.place >> 30]

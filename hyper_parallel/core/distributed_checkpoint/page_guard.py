@@ -39,7 +39,7 @@ from typing import NamedTuple
 from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError
 
 _PAGE = mmap.PAGESIZE
-_BLOCK = 1 << 20  # bytes that are copied between two looks at who waits
+_BLOCK = 1 << 21  # bytes that are copied between two looks at who waits: a huge page, which stays in one piece then
 _MAX_BLOCKS = 1 << 14
 
 # From linux/userfaultfd.h
@@ -264,8 +264,12 @@ class _GuardedCopy:
 
 def _blocks(parts: Sequence[Part]) -> list[_Block]:
     runs = _runs(parts)
-    size = max(_BLOCK, sum(end - start for start, end in runs) // _MAX_BLOCKS // _PAGE * _PAGE)
-    blocks = [_Block(at, min(at + size, end)) for start, end in runs for at in range(start, end, size)]
+    size = max(1, sum(end - start for start, end in runs) // _MAX_BLOCKS // _BLOCK) * _BLOCK
+    blocks = [
+        _Block(max(at, start), min(at + size, end))
+        for start, end in runs
+        for at in range(start // size * size, end, size)
+    ]
     starts = [block.start for block in blocks]
     for part in parts:
         number = bisect.bisect_right(starts, part.address) - 1
