@@ -196,6 +196,8 @@ def test_memory_that_others_can_write_to_is_copied_first(saver, tmp_path):
     private = PrivateMemory()
     assert Span(_bytes().ctypes.data, 1) in private
     assert not any(Span(value.ctypes.data, len(value)) in private for value in state.values())
+    assert private.can_be_cut(5000)
+    assert not private.can_be_cut(1 << 31), "the kernel refuses memory to a process with too many mappings"
     saver.stop()
     handle = saver.save(state | {"private": _bytes(seed=1)})
     assert saver.guards[-1]

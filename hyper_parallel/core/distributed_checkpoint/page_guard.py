@@ -118,8 +118,10 @@ class PrivateMemory:
     def __init__(self) -> None:
         self._starts: list[int] = []
         self._ends: list[int] = []
+        self._num_mappings = 0
         with open("/proc/self/maps", "rb") as lines:
             for line in lines:
+                self._num_mappings += 1
                 where, rights, _, _, inode, *_ = line.split(None, 5)
                 if inode != b"0" or rights[1:2] != b"w" or rights[3:4] != b"p":
                     continue
@@ -133,6 +135,11 @@ class PrivateMemory:
     def __contains__(self, span: Span) -> bool:
         at = bisect.bisect_right(self._starts, span.address) - 1
         return at >= 0 and span.address + span.length <= self._ends[at]
+
+    def can_be_cut(self, num_spans: int) -> bool:
+        """Whether enough mappings are left for others when so many spans and what is between them have their own."""
+        with open("/proc/sys/vm/max_map_count", "rb") as limit:
+            return self._num_mappings + 2 * num_spans <= int(limit.read()) // 2
 
 
 def _open() -> int:

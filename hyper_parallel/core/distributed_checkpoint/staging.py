@@ -75,7 +75,8 @@ class Copying:
             )
         self._guarded: _GuardedMemory | None = None
         if not copy_first and process.can_guard and get_platform().get_device_type() == "cpu":
-            in_host = self._guard(in_host)
+            with contextlib.suppress(OSError):
+                in_host = self._guard(in_host)
         self._error: BaseException | None = None
         self._pieces = _pieces(in_host)
         self._lock = threading.Lock()
@@ -90,7 +91,7 @@ class Copying:
         return self._guarded is not None
 
     def _guard(self, in_host: list[tuple[Any, int]]) -> list[tuple[Any, int]]:
-        """Let the writer copy what can be guarded; returns the rest."""
+        """Let the writer copy what can be guarded; returns the rest. OSError where nothing can be."""
         if sum(len(source) for source, _ in in_host) < _GUARDED_BYTES_IN_ALL:
             return in_host
         private = PrivateMemory()
@@ -107,13 +108,9 @@ class Copying:
             parts.append(Part(*pages, start + before))
             kept.append(source)
             rest += [(source[:before], start), (source[behind:], start + behind)]
-        if sum(part.length for part in parts) < _GUARDED_BYTES_IN_ALL:
+        if sum(part.length for part in parts) < _GUARDED_BYTES_IN_ALL or not private.can_be_cut(len(parts)):
             return in_host
-        try:
-            files = self.process.copy_guarded(parts)
-        except OSError:
-            return in_host
-        self._guarded = _GuardedMemory(kept, *files)
+        self._guarded = _GuardedMemory(kept, *self.process.copy_guarded(parts))
         return rest
 
     def _copy(self) -> None:
