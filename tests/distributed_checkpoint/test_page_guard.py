@@ -1,5 +1,6 @@
 """Snapshots by guarded pages: what is written right after a background save began is not in it, whoever writes."""
 
+import ctypes
 import mmap
 import os
 import signal
@@ -17,7 +18,14 @@ import torch
 from hyper_parallel import checkpoint as ckpt
 from hyper_parallel.core.distributed_checkpoint import async_save as async_save_module
 from hyper_parallel.core.distributed_checkpoint import background, staging
-from hyper_parallel.core.distributed_checkpoint.page_guard import Part, PrivateMemory, Span, _blocks, can_copy_from
+from hyper_parallel.core.distributed_checkpoint.page_guard import (
+    Part,
+    PrivateMemory,
+    Span,
+    _blocks,
+    can_copy_from,
+    has_pinned_memory,
+)
 from hyper_parallel.core.distributed_checkpoint.writer_process import hand_over, receive_message
 from tests.distributed_checkpoint.background_storage import is_alive, kernel_state, wait_for
 
@@ -210,6 +218,27 @@ def test_memory_that_others_can_write_to_is_copied_first(saver, tmp_path):
     handle.result()
     assert not saver.saved({"shared": state["shared"]})["shared"].any()
     assert state["shared"].all()
+
+
+def test_memory_that_is_pinned_is_copied_first(saver):
+    """The kernel writes to buffers of an io_uring, as a network card does for RDMA, without looking at their pages."""
+    system = ctypes.CDLL(None).syscall
+    ring = system(425, 1, ctypes.create_string_buffer(120))
+    if ring < 0:
+        pytest.skip("no io_uring")
+    state = {"x": _bytes()}
+    where = (ctypes.c_uint64 * 2)(state["x"].ctypes.data, _SIZE)
+    try:
+        assert system(427, ring, 0, where, 1) == 0
+        assert has_pinned_memory()
+        saver.save(state).result()
+        assert not saver.guards[-1]
+        assert system(427, ring, 1, None, 0) == 0
+    finally:
+        os.close(ring)
+    wait_for(lambda: not has_pinned_memory())
+    saver.save(state).result()
+    assert saver.guards[-1]
 
 
 def test_it_can_be_copied_first(saver, monkeypatch):

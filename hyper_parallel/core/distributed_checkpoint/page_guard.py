@@ -15,7 +15,7 @@ userfaultfd.
 - The memory must stay where it is: the caller keeps it until the copy is done. What is unmapped or moved all the same
   is told by the kernel, and the save fails.
 - Only memory that nobody else writes to can be guarded: pages of a file or shared with another process are also changed
-  past this process's page table, and so are those that a device writes to.
+  past this process's page table, and so are those that are pinned for a device or the kernel to write to.
 
 The kernel must be able to guard pages that were never touched (Linux 6.4) and pages that the kernel itself writes to,
 which takes the right to trace processes or to open ``/dev/userfaultfd``. Where it refuses, the bytes are copied first.
@@ -140,6 +140,12 @@ class PrivateMemory:
         """Whether enough mappings are left for others when so many spans and what is between them have their own."""
         with open("/proc/sys/vm/max_map_count", "rb") as limit:
             return self._num_mappings + 2 * num_spans <= int(limit.read()) // 2
+
+
+def has_pinned_memory() -> bool:
+    """Whether any memory of this process is pinned, as for RDMA."""
+    with open("/proc/self/status", "rb") as lines:
+        return any(int(line.split()[1]) > 0 for line in lines if line.startswith(b"VmPin:"))
 
 
 def _open() -> int:

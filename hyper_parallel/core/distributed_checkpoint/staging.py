@@ -30,6 +30,7 @@ from hyper_parallel.core.distributed_checkpoint.page_guard import (
     Part,
     PrivateMemory,
     Span,
+    has_pinned_memory,
     whole_pages,
 )
 from hyper_parallel.core.distributed_checkpoint.shard_file import DeviceBytes, StagedItem
@@ -92,7 +93,7 @@ class Copying:
 
     def _guard(self, in_host: list[tuple[Any, int]]) -> list[tuple[Any, int]]:
         """Let the writer copy what can be guarded; returns the rest. OSError where nothing can be."""
-        if sum(len(source) for source, _ in in_host) < _GUARDED_BYTES_IN_ALL:
+        if sum(len(source) for source, _ in in_host) < _GUARDED_BYTES_IN_ALL or has_pinned_memory():
             return in_host
         private = PrivateMemory()
         parts: list[Part] = []
