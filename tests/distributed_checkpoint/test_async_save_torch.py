@@ -240,3 +240,18 @@ def test_a_program_with_many_open_files(tmp_path):
         for file in files:
             os.close(file)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_forked_child_does_not_take_its_parents_answer(tmp_path):
+    gate = tmp_path / "gate"
+    handle = ckpt.async_save({"x": 1}, checkpoint_id=tmp_path / "c", no_dist=True, storage_writer=GatedWriter(gate))
+    pid = os.fork()
+    if pid == 0:
+        try:
+            handle.result()
+        except ckpt.CheckpointError as error:
+            os._exit(0 if f"process {os.getppid()}, which forked this one" in str(error) else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    gate.touch()
+    assert handle.result() is not None

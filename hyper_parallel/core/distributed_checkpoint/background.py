@@ -38,6 +38,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hyper_parallel.core.distributed_checkpoint.agreement import Agreement
+from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError
 from hyper_parallel.core.distributed_checkpoint.page_guard import Guard, Part, Span
 from hyper_parallel.core.distributed_checkpoint.shared_memory import SharedMemory
 from hyper_parallel.core.distributed_checkpoint.writer_process import HELLO, hand_over, receive_message
@@ -174,6 +175,11 @@ class WriterProcess:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until the job is done or the writer gone; False if ``timeout`` seconds were not enough."""
+        if self._owner != os.getpid():
+            raise CheckpointError(
+                f"process {self._owner}, which forked this one, has the checkpoint written and hears how that ends: "
+                "ask for the result there"
+            )
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._lock:
             while self.is_busy:
