@@ -174,3 +174,20 @@ def test_products_of_blocks_that_are_one_row_have_gradients_of_their_shape():
             np.testing.assert_allclose(found[0], np.broadcast_to(arrays[1].sum(-1), left))
             wanted = arrays[0].sum(tuple(range(len(left) - 1)))[:, None]
             np.testing.assert_allclose(found[1], np.broadcast_to(wanted, right))
+
+
+@run_on_ranks(2)
+def test_a_softmax_over_one_element_does_not_spoil_those_that_follow():
+    mesh = hp.init_device_mesh("cpu", (2,))
+    with pytest.raises(TypeError, match="ReLU6"):  # which makes MindSpore forget what it has seen
+        ops.relu6(hp.distribute_tensor(Tensor(np.ones(2)), mesh, [hp.Replicate()]))
+    for size in (1, 5):
+        values, factor = (np.random.RandomState(seed).rand(3, size) for seed in (0, 1))
+        x = hp.distribute_tensor(Tensor(values), mesh, [hp.Shard(0)])
+        x.requires_grad_()
+        result = ops.softmax(x, 1)
+        hp.backward((result * hp.distribute_tensor(Tensor(factor), mesh, [hp.Replicate()])).sum())
+        wanted = np.exp(values) / np.exp(values).sum(1, keepdims=True)
+        np.testing.assert_allclose(result.full_tensor().asnumpy(), wanted)
+        gradient = wanted * (factor - (wanted * factor).sum(1, keepdims=True))
+        np.testing.assert_allclose(hp.grad_of(x).full_tensor().asnumpy(), gradient, atol=1e-12)

@@ -11,6 +11,7 @@ from mindspore import mint, ops
 from hyper_parallel.platform.mindspore import steady, tensors
 from hyper_parallel.platform.mindspore.dtensor_empty import zeros_of
 from hyper_parallel.platform.mindspore.dtensor_neutral import neutral
+from hyper_parallel.platform.mindspore.start import on_ascend
 
 # As MindSpore has them: its modules give replacements later (:mod:`dtensor_whole`), which look for DTensors first.
 _softmax, _sum = ops.softmax, mint.sum
@@ -136,7 +137,12 @@ def logsumexp(input: Any, dim: Any, keepdim: bool = False) -> Any:
 
 @neutral
 def softmax(input: Any, dim: Any, dtype: Any = None) -> Any:
-    return _softmax(input if dtype is None else input.to(dtype), dim)
+    """If MindSpore's first one is over one element, it computes all gradients afterwards as for one element."""
+    if dtype is not None:
+        input = input.to(dtype)
+    if 1 in input.shape and input.shape[dim] == 1 and not on_ascend():
+        return input - input + 1
+    return _softmax(input, dim)
 
 
 @neutral
