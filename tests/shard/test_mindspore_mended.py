@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from mindspore import Tensor, mint, ops
+from mindspore import Parameter, Tensor, mint, nn, ops
 
 import hyper_parallel as hp
 from tests.world import run_on_ranks
@@ -191,3 +191,14 @@ def test_a_softmax_over_one_element_does_not_spoil_those_that_follow():
         np.testing.assert_allclose(result.full_tensor().asnumpy(), wanted)
         gradient = wanted * (factor - (wanted * factor).sum(1, keepdims=True))
         np.testing.assert_allclose(hp.grad_of(x).full_tensor().asnumpy(), gradient, atol=1e-12)
+
+
+@run_on_ranks(2)
+def test_adam_with_weight_decay_updates_plain_and_cut_parameters():
+    mesh, values = hp.init_device_mesh("cpu", (2,)), np.arange(3.0, dtype=np.float32)
+    cut = hp.distribute_tensor(Tensor(values), mesh, [hp.Shard(0)])
+    for tensor, gradient in ((Tensor(values), Tensor(values)), (cut, cut * 1)):
+        parameter = Parameter(tensor, name="p")
+        nn.AdamWeightDecay([parameter], 0.1)((gradient,))
+        updated = parameter.full_tensor() if isinstance(parameter, hp.DTensor) else parameter
+        np.testing.assert_allclose(updated.asnumpy(), values - 0.1 * np.sqrt(10) * (values > 0), 1e-4)

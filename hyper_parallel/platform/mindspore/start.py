@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import warnings
+from typing import Any
 
 import numpy
 
@@ -44,7 +45,20 @@ def on_ascend() -> bool:
     return mindspore.get_context("device_target") == "Ascend"
 
 
+def _let_optimizers_step_unrecorded() -> None:
+    """While operators are recorded ``nn.AdamWeightDecay`` leaves its parameters as they are, silently."""
+    plain = mindspore.nn.Optimizer.__call__
+
+    @functools.wraps(plain)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with private_api.no_grad():
+            return plain(self, *args, **kwargs)
+
+    mindspore.nn.Optimizer.__call__ = call
+
+
 _check_version()
+_let_optimizers_step_unrecorded()
 mindspore.set_context(mode=mindspore.PYNATIVE_MODE)
 if not on_ascend():
     mindspore.runtime.launch_blocking()
