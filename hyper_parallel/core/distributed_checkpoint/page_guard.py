@@ -27,6 +27,7 @@ import bisect
 import ctypes
 import errno
 import fcntl
+import functools
 import mmap
 import os
 import platform
@@ -241,8 +242,16 @@ class _Block:
 class _GuardedCopy:
     def __init__(self, file: int, process: int, parts: Sequence[Part], memory: int) -> None:
         self._file, self._process, self._memory = file, process, memory
-        self._blocks = _blocks(parts)
-        self._starts = [block.start for block in self._blocks]
+        self._parts = parts
+
+    @functools.cached_property
+    def _blocks(self) -> list[_Block]:
+        """Made when they are needed: before, the processors belong to the ranks, which are still protecting pages."""
+        return _blocks(self._parts)
+
+    @functools.cached_property
+    def _starts(self) -> list[int]:
+        return [block.start for block in self._blocks]
 
     def run(self) -> None:
         for block in self._blocks:
