@@ -42,6 +42,7 @@ from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError
 _PAGE = mmap.PAGESIZE
 _BLOCK = 1 << 21  # bytes that are copied between two looks at who waits: a huge page, which stays in one piece then
 _MAX_BLOCKS = 1 << 14
+_GRACE = 0.02  # seconds before a copy that nobody waits for, in which the other ranks of the host end their calls
 
 # From linux/userfaultfd.h
 _SYSCALL = {"x86_64": 323, "aarch64": 282}
@@ -224,6 +225,7 @@ def copy_guarded(file: int, word: int, process: int, ended: int, parts: Sequence
                 break
             copy.let_go_on()
         if word in ready and os.read(word, 1) == BEGIN:
+            wait([file, ended], _GRACE)
             copy.run()
     except OSError as error:
         raise _lost(error.strerror) from error
