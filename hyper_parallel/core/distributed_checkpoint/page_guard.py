@@ -202,9 +202,10 @@ def _set_protection(file: int, start: int, end: int, is_protected: bool) -> None
 
 def can_copy_from(process: int, address: int) -> bool:
     """Whether this process may look at an address of another one, and the kernel guards pages."""
+    target = ctypes.create_string_buffer(8)  # held by its name while it is written to
     try:
         os.close(_open())
-        _read(process, address, ctypes.addressof(ctypes.create_string_buffer(8)), 8)
+        _read(process, address, ctypes.addressof(target), len(target))
     except OSError:
         return False
     return True

@@ -242,7 +242,7 @@ def serve(setup: dict[str, Any]) -> None:
             elif kind == "copy":
                 failure = _copy(value, memory, setup["parent"], parent, files)
             else:
-                if value.get("is_guarded") and failure is not None:
+                if value["is_guarded"] and failure is not None:
                     value["failure"] = failure
                 _say(control, _gently(_answer, value, memory, setup, links))
     except (EOFError, ParentGone):
