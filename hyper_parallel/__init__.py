@@ -83,7 +83,9 @@ _ROOMS = ("models", "plans")  # packages that are part of the public API as they
 __all__ = ["__version__", *_HOME_OF, *_ROOMS]
 
 
+# What lies above the platform's folder and is asked for through it.
 _Platform.tensor_transform_provider = staticmethod(lambda: __getattr__("redistribute_local"))
+_Platform.load_operators = staticmethod(lambda: importlib.import_module(f"{_SHARD}.dispatch"))
 
 
 def __getattr__(name: str) -> Any:

@@ -410,7 +410,9 @@ class Platform(DistributedTensorSupport):
     def get_op_name(func: Callable[..., Any]) -> str:
         """The canonical name of an operator, however it was reached."""
 
-    tensor_transform_provider: ClassVar[Callable[[], Any]]  # set by the package, which lies above this folder
+    # Set by the package, which lies above this folder.
+    tensor_transform_provider: ClassVar[Callable[[], Any]]
+    load_operators: ClassVar[Callable[[], Any]]  # makes operators work on DTensors
 
     @staticmethod
     def get_tensor_transform() -> Any:

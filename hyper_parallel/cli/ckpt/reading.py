@@ -1,10 +1,6 @@
 """Checkpoints of every kind, opened without the framework."""
 
 import importlib
-import importlib.util
-import os
-import sys
-import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any
@@ -15,15 +11,8 @@ Place = Annotated[str, typer.Argument(help="A checkpoint: of hyper-parallel, of 
 
 
 def checkpoint_module(name: str) -> Any:
-    """A module of the library's checkpoints. `hyper_parallel.core` itself would load the framework: it is passed by."""
-    front_door = "hyper_parallel.core"
-    if front_door not in sys.modules:
-        package = importlib.util.find_spec("hyper_parallel")
-        assert package is not None and package.submodule_search_locations is not None
-        stand_in = types.ModuleType(front_door)
-        stand_in.__path__ = [os.path.join(folder, "core") for folder in package.submodule_search_locations]
-        sys.modules[front_door] = stand_in
-    return importlib.import_module(f"{front_door}.distributed_checkpoint.{name}")
+    """A module of the library's checkpoints, imported when a command runs."""
+    return importlib.import_module(f"hyper_parallel.core.distributed_checkpoint.{name}")
 
 
 @contextmanager

@@ -43,15 +43,7 @@ from hyper_parallel.core.distributed_checkpoint.page_guard import Guard, Part, S
 from hyper_parallel.core.distributed_checkpoint.shared_memory import SharedMemory
 from hyper_parallel.core.distributed_checkpoint.writer_process import HELLO, hand_over, receive_message
 
-# `hyper_parallel.core` brings in the framework. The writer process needs one of its rooms and not the front door.
-_START = """
-import importlib.util, os, runpy, sys, types
-core = types.ModuleType("hyper_parallel.core")
-folders = importlib.util.find_spec("hyper_parallel").submodule_search_locations
-core.__path__ = [os.path.join(folder, "core") for folder in folders]
-sys.modules["hyper_parallel.core"] = core
-runpy.run_module("hyper_parallel.core.distributed_checkpoint.writer_process", run_name="__main__")
-"""
+_WRITER = "hyper_parallel.core.distributed_checkpoint.writer_process"
 
 # A child that this process forks would keep open what ends when the writer or this process ends. So the child closes
 # all that is known, and a fork waits while there are files that only the writer may have.
@@ -286,7 +278,7 @@ def _start(ends: dict[str, socket.socket | None], rank: int, world_size: int, to
     package = str(Path(__file__).resolve().parents[3])
     path = [package, *(entry for entry in sys.path if entry)]
     return subprocess.Popen(
-        [sys.executable, "-c", _START, json.dumps(setup)],
+        [sys.executable, "-m", _WRITER, json.dumps(setup)],
         pass_fds=[number for number in numbers.values() if number is not None],
         stdin=subprocess.DEVNULL,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},

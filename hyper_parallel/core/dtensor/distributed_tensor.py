@@ -324,3 +324,4 @@ def rebuild_dtensor(local: Any, layout: dict[str, Any], shape: Any, requires_gra
 
 
 _platform.set_rebuilder(rebuild_dtensor)
+_platform.load_operators()
