@@ -21,7 +21,7 @@ STAMP := $(VENV)/.installed-$(EXTRAS)
 MINDSPORE_STAMP := $(MINDSPORE_VENV)/.installed-$(MINDSPORE_EXTRAS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test bench lint format clean
+.PHONY: help setup demo test sweep bench lint format clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -69,6 +69,9 @@ test: setup ## run the tests on both frameworks (PLATFORM=torch or mindspore: on
 		wait $${other%:*} || failed=1; cat $$logs/$${other#*:}; \
 	done; \
 	others=; exit $$failed
+
+sweep: ## run all that is too long for every change, with everything tried (TESTS, PLATFORM and ARGS as above)
+	@$(MAKE) --no-print-directory test ARGS="--sweep $(ARGS)"
 
 bench: $(STAMP) ## run every benchmark, or one: make bench BENCH=benchmarks/collectives.py
 	@set -e; for benchmark in $(BENCH); do echo "== $$benchmark"; $(BIN)/python $$benchmark $(ARGS); done

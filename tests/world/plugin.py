@@ -22,6 +22,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=os.environ.get("HYPER_PARALLEL_PLATFORM", "torch").lower(),
         help="framework the tests run on (default: HYPER_PARALLEL_PLATFORM, else torch)",
     )
+    group.addoption("--sweep", action="store_true", help="try everything, not the small selection of every change")
     group.addoption(
         "--world-size", type=int, metavar="N", help="run only the cases of `run_on_ranks` that have N ranks"
     )
@@ -102,3 +103,9 @@ def worlds(pytestconfig: pytest.Config) -> Iterator[Worlds]:
     worlds = Worlds(pytestconfig.getoption("--platform"))
     yield worlds
     worlds.close()
+
+
+@pytest.fixture(scope="session")
+def sweep(pytestconfig: pytest.Config) -> bool:
+    """Whether this run tries everything (``make sweep``), and not only the small selection of every change."""
+    return pytestconfig.getoption("--sweep")

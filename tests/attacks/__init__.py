@@ -1,0 +1,1 @@
+"""Attacks on the library by files and by strangers on the network, each with a limit of time and memory."""
