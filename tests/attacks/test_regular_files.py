@@ -70,6 +70,7 @@ def test_names_and_links(tmp_path):
     for name, what in (("nothing", "does not exist"), ("whole/x", "does not exist"), ("dangling", "leads nowhere")):
         with pytest.raises(FileNotFoundError, match=f"{name}' {what}"):
             open_regular(tmp_path / name)
-    for name in ("a\0b", "\ud800"):
-        with pytest.raises(CorruptCheckpointError, match="cannot be the name of a file"):
+    (tmp_path / "round").symlink_to("round")
+    for name in ("a\0b", "\ud800", "x" * 300, "round"):
+        with pytest.raises(CorruptCheckpointError, match=r"cannot be (the name of )?a file: "):
             open_regular(f"{tmp_path}/{name}")

@@ -11,6 +11,7 @@ in ``/proc``) calls itself regular and empty, and is read as such: no more is re
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from typing import BinaryIO
@@ -36,6 +37,10 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
         raise FileNotFoundError(f"'{os.fspath(path)}' {what}") from None
     except ValueError as error:  # a NUL in the name, or characters that no name has
         raise CorruptCheckpointError(f"{os.fspath(path)!r} cannot be the name of a file: {error}") from None
+    except OSError as error:
+        if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+            raise CorruptCheckpointError(f"'{os.fspath(path)}' cannot be a file: {error.strerror}") from None
+        raise
     try:
         _require_regular(path, os.fstat(descriptor).st_mode)
         return os.fdopen(descriptor, "rb")
