@@ -3,12 +3,19 @@
 ``ckpt_wrapper`` and ``swap_wrapper`` put a module under one or the other; its parameter names, state dict and
 attributes stay those of the module. They nest: ``swap_wrapper(ckpt_wrapper(m))`` swaps what checkpoint keeps, the
 inputs. How tensors are swapped is in ``swap.py``.
+
+Note [What a policy cannot keep]
+The replay of a selective checkpoint hands out a kept result instead of calling its operator again. For an operator
+that writes into its argument (c10d's collectives do) that means that nothing is written; a kept view is one of memory
+that the replay does not use; and a buffer that was written to after it was made holds the second state at once. Any of
+these makes gradients silently wrong, and none is worth keeping: they always run again, whatever the policy says.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +25,7 @@ from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import CheckpointPolicy, noop_context_fn
 
 from hyper_parallel.platform.module_wrappers import CHILD, Checkpointed, Lookalike, check_wrapper_arguments
+from hyper_parallel.platform.torch.private_api import OpOverload
 from hyper_parallel.platform.torch.swap import SwapPolicy, async_save_on_cpu, has_plain_bytes, saving_on_host
 
 __all__ = [
@@ -52,8 +60,47 @@ def create_selective_checkpoint_contexts(
 
     ``policy_fn_or_list`` lists the operators to keep, or is ``policy(ctx, op, *args, **kwargs) -> CheckpointPolicy``.
     Use it as ``checkpoint(f, x, context_fn=functools.partial(create_selective_checkpoint_contexts, policy))``.
+    Collectives, writes, views and new buffers always run again; see Note [What a policy cannot keep].
     """
-    return torch_checkpoint.create_selective_checkpoint_contexts(policy_fn_or_list, allow_cache_entry_mutation)
+    asked = policy_fn_or_list
+    if isinstance(asked, list):
+        kept: Any = [op for op in asked if not (isinstance(op, OpOverload) and _always_runs_again(op))]
+    elif callable(asked):
+
+        def kept(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+            choice = asked(ctx, op, *args, **kwargs)
+            return CheckpointPolicy.MUST_RECOMPUTE if _always_runs_again(op) else choice
+    else:
+        kept = asked
+    return torch_checkpoint.create_selective_checkpoint_contexts(kept, allow_cache_entry_mutation)
+
+
+_COLLECTIVES = """
+    allreduce_ allreduce_coalesced_ allgather_ _allgather_base_ allgather_coalesced_ allgather_into_tensor_coalesced_
+    reduce_scatter_ _reduce_scatter_base_ reduce_scatter_tensor_coalesced_ reduce_ broadcast_ gather_ scatter_ alltoall_
+    alltoall_base_ send recv_ recv_any_source_ barrier monitored_barrier_
+"""
+
+
+def never_keep_collectives() -> None:
+    """Let PyTorch's own selective checkpoints run collectives again too, for policies that do not come by us."""
+    for name in _COLLECTIVES.split():
+        torch_checkpoint.SAC_IGNORED_OPS.add(getattr(torch.ops.c10d, name).default)
+    torch_checkpoint.SAC_IGNORED_OPS.add(torch.ops.aten.detach_copy.default)
+
+
+_MAKES_BUFFER = re.compile(r"(new_)?(empty|zeros|ones|full|rand|randn|randint|arange)(_like|_strided)?")
+
+
+@functools.cache
+def _always_runs_again(op: Any) -> bool:
+    if not isinstance(op, OpOverload):
+        return False
+    # The copy that a collective works on, see ``own_copy``.
+    if op.namespace == "c10d" or op is torch.ops.aten.detach_copy.default:
+        return True
+    shares_memory = any(result.alias_info is not None for result in op._schema.returns)
+    return shares_memory or (op.namespace == "aten" and bool(_MAKES_BUFFER.fullmatch(op.overloadpacket.__name__)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hyper_parallel.platform.torch import collectives
-from hyper_parallel.platform.torch.collective_gradients import handed_out
+from hyper_parallel.platform.torch.collective_gradients import handed_out, own_copy
 from hyper_parallel.platform.torch.lost_ranks import completed
 
 Box = tuple[tuple[int, int], ...]  # (start, length) per dim
@@ -90,7 +90,7 @@ def reduce_blocks(
 
 def reduce_whole(tensor: torch.Tensor, group: Any, op: str) -> Pending:
     """The reduction over the group, whole on every rank; ``tensor`` is kept."""
-    reduced, handle = collectives.all_reduce(tensor.clone(memory_format=torch.contiguous_format), group, True, op)
+    reduced, handle = collectives.all_reduce(own_copy(tensor), group, True, op)
     return Pending(handle, lambda: handed_out(reduced))
 
 

@@ -23,6 +23,15 @@ def handed_out(result: torch.Tensor) -> torch.Tensor:
     return result.detach()
 
 
+def own_copy(data: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy for a collective to write into.
+
+    By an operator that nobody else calls, so that a selective checkpoint can tell it from copies worth keeping: see
+    Note [What a policy cannot keep] in ``activation.py``.
+    """
+    return torch.detach_copy(data)
+
+
 def _exchange(tensor: torch.Tensor, peer_rank: int, group: dist.ProcessGroup) -> torch.Tensor:
     received = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     if tensor.numel() == 0:
@@ -56,7 +65,7 @@ functions = make_functions(
         cat=torch.cat,
         narrow=torch.narrow,
         zeros=_zeros,
-        own_copy=lambda data: data.clone(memory_format=torch.contiguous_format),
+        own_copy=own_copy,
         alias=lambda data: data.view_as(data),
         handed_out=handed_out,
         equal=torch.eq,

@@ -12,6 +12,7 @@ import torch
 
 from hyper_parallel.platform.collective_observers import observe
 from hyper_parallel.platform.torch import dtensor_gradients, gradient_hooks
+from hyper_parallel.platform.torch.activation import never_keep_collectives
 from hyper_parallel.platform.torch.checkpoint_inputs import keep_labels_of_inputs
 from hyper_parallel.platform.torch.devices import get_device_type
 from hyper_parallel.platform.torch.dtensor_base import (
@@ -27,6 +28,7 @@ from hyper_parallel.platform.torch.groups import get_process_group_ranks
 from hyper_parallel.platform.torch.tensors import get_op_name, tensor_to_numpy, tree_map
 
 keep_labels_of_inputs()
+never_keep_collectives()
 set_transforms()
 gradient_hooks.set_module_hooks()
 graph_functions.update(

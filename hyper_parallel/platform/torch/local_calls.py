@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from hyper_parallel.platform.torch.dtensor_base import DTensorBase, _NoInterception, as_dtensor, local_alias
+from hyper_parallel.platform.torch.private_api import outside_of_modes
 from hyper_parallel.platform.torch.tensors import tree_map
 
 
@@ -94,7 +95,9 @@ def _shapes_without_memory(
             return torch.empty_like(value, device="meta")
         return value
 
-    with torch.no_grad():
+    # Outside of modes: what they count and keep (selective checkpoints do both) is the work of the program, which plans
+    # a call only once.
+    with outside_of_modes(), torch.no_grad():
         result = func(*tree_map(without_memory, args), **tree_map(without_memory, kwargs))
     if result is NotImplemented:  # a TypeError lets Python ask the other operand
         raise TypeError(f"unsupported operands: {', '.join(type(arg).__name__ for arg in args)}")
