@@ -20,9 +20,13 @@ _SHARD = "hyper_parallel.core.shard"
 _TENSOR_PARALLEL = "hyper_parallel.core.tensor_parallel"
 _HOME_OF = {
     "get_platform": "hyper_parallel.platform",
-    **dict.fromkeys(("backward", "grad_of", "value_and_grad", "zero_grad"), "hyper_parallel.platform.gradients"),
+    **dict.fromkeys(
+        ("backward", "grad_of", "parallelize_value_and_grad", "value_and_grad", "zero_grad"),
+        "hyper_parallel.platform.gradients",
+    ),
     "DeviceMesh": f"{_DTENSOR}.device_mesh",
     "init_device_mesh": f"{_DTENSOR}.device_mesh",
+    "get_current_mesh": f"{_DTENSOR}.mesh_context",
     "Layout": f"{_DTENSOR}.layout",
     "Shard": f"{_DTENSOR}.placement_types",
     "Replicate": f"{_DTENSOR}.placement_types",
@@ -78,9 +82,22 @@ _HOME_OF = {
     ),
 }
 
-_ROOMS = ("models", "plans")  # packages that are part of the public API as they are
+_ROOMS = ("checkpoint", "models", "plans")  # modules that are part of the public API as they are
+# Methods of the platform of this process: HyperParallel 1.0 has them at its front door.
+_OF_PLATFORM = (
+    "clip_grad_norm_",
+    "destroy_process_group",
+    "get_backend",
+    "get_group_local_rank",
+    "get_process_group_ranks",
+    "init_on_device",
+    "init_parameters",
+    "init_process_group",
+    "mark_created_groups",
+    "split_group",
+)
 
-__all__ = ["__version__", *_HOME_OF, *_ROOMS]
+__all__ = ["__version__", *_HOME_OF, *_OF_PLATFORM, *_ROOMS, "init_empty_weights"]
 
 
 # What lies above the platform's folder and is asked for through it.
@@ -88,9 +105,17 @@ _Platform.tensor_transform_provider = staticmethod(lambda: __getattr__("redistri
 _Platform.load_operators = staticmethod(lambda: importlib.import_module(f"{_SHARD}.dispatch"))
 
 
+def init_empty_weights() -> Any:
+    """Context: parameters of modules built inside have a shape and no memory; buffers are made as usual."""
+    platform = importlib.import_module("hyper_parallel.platform").get_platform()
+    return platform.init_on_device(platform.meta_device)
+
+
 def __getattr__(name: str) -> Any:
     if name in _ROOMS:
         return importlib.import_module(f"{__name__}.{name}")
+    if name in _OF_PLATFORM:
+        return getattr(importlib.import_module("hyper_parallel.platform").get_platform(), name)
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -21,7 +21,7 @@ from typing import Any
 
 from hyper_parallel.platform.platform import get_platform
 
-__all__ = ["backward", "grad_of", "value_and_grad", "zero_grad"]
+__all__ = ["backward", "grad_of", "parallelize_value_and_grad", "value_and_grad", "zero_grad"]
 
 
 def backward(loss: Any, gradient: Any = None, retain_graph: bool = False, create_graph: bool = False) -> None:
@@ -39,6 +39,26 @@ def value_and_grad(fn: Callable[..., Any], weights: Sequence[Any]) -> Callable[.
     a gradient of zeros. What :func:`grad_of` says about the weights does not change.
     """
     return get_platform().value_and_grad(fn, weights)
+
+
+def parallelize_value_and_grad(
+    fn: Callable[..., Any], weights: Sequence[Any], sens: Any = None
+) -> Callable[..., tuple[Any, tuple[Any, ...]]]:
+    """:func:`value_and_grad` by its name in HyperParallel 1.0; gradients are those of ``sens`` times the scalar."""
+    if sens is None:
+        return value_and_grad(fn, weights)
+
+    def scaled(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        value = fn(*args, **kwargs)
+        return (value[0] if isinstance(value, tuple) else value) * sens, value
+
+    step = value_and_grad(scaled, weights)
+
+    def run(*args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, ...]]:
+        (_, value), gradients = step(*args, **kwargs)
+        return value, gradients
+
+    return run
 
 
 def grad_of(tensor: Any) -> Any:

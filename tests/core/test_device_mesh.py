@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from hyper_parallel.core.dtensor import device_mesh, mesh_context, rank_grid
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, init_device_mesh
-from hyper_parallel.core.dtensor.mesh_context import current_mesh
+from hyper_parallel.core.dtensor.mesh_context import get_current_mesh
 from hyper_parallel.platform import get_platform
 from tests.world import run_on_ranks
 
@@ -263,19 +263,19 @@ def test_axes_that_cover_the_mesh_but_bend_each_other_do_not_join():
 def test_current_mesh_nests_and_is_per_thread():
     outer, inner = describe((2,), ("tp",)), describe((4,), ("dp",))
     seen_elsewhere = []
-    assert current_mesh() is None
+    assert get_current_mesh() is None
     with outer as entered:
         assert entered is outer
         with inner, outer:
-            assert current_mesh() is outer
+            assert get_current_mesh() is outer
         with contextlib.suppress(KeyError), inner:
-            thread = threading.Thread(target=lambda: seen_elsewhere.append(current_mesh()))
+            thread = threading.Thread(target=lambda: seen_elsewhere.append(get_current_mesh()))
             thread.start()
             thread.join()
-            assert current_mesh() is inner
+            assert get_current_mesh() is inner
             raise KeyError
-        assert current_mesh() is outer
-    assert current_mesh() is None
+        assert get_current_mesh() is outer
+    assert get_current_mesh() is None
     assert seen_elsewhere == [None]
 
 

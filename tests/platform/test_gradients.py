@@ -7,6 +7,7 @@ import pytest
 
 import hyper_parallel
 from hyper_parallel.platform import get_platform
+from tests.frameworks.models import linear
 
 RANDOM = np.random.default_rng(0)
 
@@ -109,3 +110,20 @@ def test_own_functions_carry_gradients():
     hyper_parallel.backward((Scale.apply(first, 3.0) + Scale.apply(second, 1.0)).sum())
     assert gradient_of(first).tolist() == [3, 3]
     assert gradient_of(second).tolist() == [1, 1]
+
+
+def test_gradients_by_their_name_in_hyper_parallel_1():
+    x = leaf([1.0, 2.0, 3.0])
+    for sens, factor in ((None, 1), (2.0, 2), (constant(3.0), 3)):
+        step = hyper_parallel.parallelize_value_and_grad(lambda: ((x * x).sum(), "more"), [x], sens)
+        (value, more), (gradient,) = step()
+        assert get_platform().tensor_to_numpy(value) == 14.0 and more == "more"
+        assert get_platform().tensor_to_numpy(gradient).tolist() == [2 * factor, 4 * factor, 6 * factor]
+
+
+def test_the_front_door_has_the_platforms_groups_and_weights_without_memory():
+    platform = get_platform()
+    assert hyper_parallel.get_process_group_ranks == platform.get_process_group_ranks
+    with hyper_parallel.init_empty_weights():
+        layer = linear(3, 4)
+    assert platform.has_no_memory(layer.weight) and tuple(layer.weight.shape) == (4, 3)

@@ -9,7 +9,7 @@ from typing import Any
 from hyper_parallel.core.dtensor.autograd_edges import FromLocal, Outside, ToLocal, redistribute_with_grad
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.dtensor.mesh_context import current_mesh
+from hyper_parallel.core.dtensor.mesh_context import get_current_mesh
 from hyper_parallel.core.dtensor.placement_types import Placement
 from hyper_parallel.core.dtensor.shard_sizes import check_later, finish_checks, gather_global_shape, join_check
 from hyper_parallel.core.dtensor.skip_dispatch import is_skipped, skipping
@@ -279,7 +279,7 @@ def settle(tree: Any) -> None:
 
 def resolve_mesh(device_mesh: DeviceMesh | None, where: str) -> DeviceMesh:
     """The mesh that was given, or the current one; ``where`` names the caller in the error."""
-    mesh = device_mesh if device_mesh is not None else current_mesh()
+    mesh = device_mesh if device_mesh is not None else get_current_mesh()
     if mesh is None:
         raise ValueError(f"{where} needs a mesh: pass device_mesh=, or call it inside 'with mesh:'")
     if not isinstance(mesh, DeviceMesh):

@@ -1,4 +1,4 @@
-"""The current mesh: what ``with mesh:`` sets and :func:`current_mesh` reads, per thread, nesting."""
+"""The current mesh: what ``with mesh:`` sets and :func:`get_current_mesh` reads, per thread, nesting."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class _MeshStack(threading.local):
 _STACK = _MeshStack()
 
 
-def current_mesh() -> DeviceMesh | None:
+def get_current_mesh() -> DeviceMesh | None:
     """The mesh of the innermost ``with mesh:`` of this thread, or None outside of any.
 
     >>> from hyper_parallel.core.dtensor.device_mesh import init_device_mesh
     >>> with init_device_mesh("cpu", (2,), mesh_dim_names=("tp",), init_backend=False):
-    ...     print(current_mesh())
+    ...     print(get_current_mesh())
     DeviceMesh('cpu', (tp=2), ranks=[0, 1])
-    >>> print(current_mesh())
+    >>> print(get_current_mesh())
     None
     """
     return _STACK.meshes[-1] if _STACK.meshes else None
