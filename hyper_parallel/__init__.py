@@ -102,7 +102,7 @@ __all__ = ["__version__", *_HOME_OF, *_OF_PLATFORM, *_ROOMS, "init_empty_weights
 
 # What lies above the platform's folder and is asked for through it.
 _Platform.tensor_transform_provider = staticmethod(lambda: __getattr__("redistribute_local"))
-_Platform.load_operators = staticmethod(lambda: importlib.import_module(f"{_SHARD}.dispatch"))
+_Platform.operators_provider = staticmethod(lambda: importlib.import_module(f"{_SHARD}.dispatch"))
 
 
 def init_empty_weights() -> Any:

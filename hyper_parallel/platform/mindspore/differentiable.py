@@ -13,6 +13,17 @@ from hyper_parallel.platform.differentiable import DifferentiableCollectives
 from hyper_parallel.platform.mindspore import collectives, groups, private_api
 from hyper_parallel.platform.mindspore.tensors import cat, narrow, own_copy, tensor_type_cast, zeros
 
+__all__ = [
+    "differentiable_all_gather_concat",
+    "differentiable_all_reduce",
+    "differentiable_all_to_all",
+    "differentiable_all_to_all_single",
+    "differentiable_all_to_all_single_async",
+    "differentiable_reduce_scatter",
+    "p2p_exchange",
+    "vary",
+]
+
 
 def _alias(data: Tensor) -> Tensor:
     return data.view(data.shape)

@@ -153,15 +153,6 @@ def label_all(kind: type, results: Any, layouts: list[Any], shapes: list[Any]) -
     return type(results)(labelled)
 
 
-def wrap_result(kind: type, result: Any, layout: Any, shape: Any) -> Any:
-    """Results of a local call as DTensors; those that are DTensors already (in-place operators) stay."""
-    if isinstance(result, Tensor):
-        return result if isinstance(result, DTensorBase) else as_dtensor(kind, result, layout, shape)
-    if isinstance(result, (tuple, list)):
-        return type(result)(wrap_result(kind, item, layout, shape) for item in result)
-    return result
-
-
 def blocks_of(args: Any, kwargs: Any, gives_nothing: bool = False) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments with every DTensor replaced by its block as a plain tensor.
 

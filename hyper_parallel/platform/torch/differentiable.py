@@ -9,6 +9,17 @@ from hyper_parallel.platform.differentiable import DifferentiableCollectives
 from hyper_parallel.platform.torch import group_facts, groups
 from hyper_parallel.platform.torch.collective_gradients import functions
 
+__all__ = [
+    "differentiable_all_gather_concat",
+    "differentiable_all_reduce",
+    "differentiable_all_to_all",
+    "differentiable_all_to_all_single",
+    "differentiable_all_to_all_single_async",
+    "differentiable_reduce_scatter",
+    "p2p_exchange",
+    "vary",
+]
+
 
 def _check_peer(function: str, tensor: torch.Tensor, peer_rank: int, group: dist.ProcessGroup) -> bool:
     group, facts = group_facts.find_facts(group)

@@ -19,7 +19,6 @@ from hyper_parallel.platform.torch.dtensor_base import (
     DTensorBase,
     _NoInterception,
     as_dtensor,
-    detached,
     graph_functions,
     local_alias,
 )
@@ -199,15 +198,6 @@ def call_on_blocks(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return func(*tree_map(block, args), **tree_map(block, kwargs))
 
 
-def wrap_result(kind: type, result: Any, layout: Any, shape: Any) -> Any:
-    """Results of a local call as DTensors; those that are DTensors already (in-place operators) stay."""
-    if type(result) is torch.Tensor:
-        return as_dtensor(kind, result, layout, shape)
-    if isinstance(result, (tuple, list)):
-        return type(result)(wrap_result(kind, item, layout, shape) for item in result)
-    return result
-
-
 def observe_collectives(tell: Callable[[str, list[int], Any, str, int, bool], None]) -> Callable[[], None]:
     """Call ``tell(op, ranks, shape, dtype, num_bytes, async_op)`` before every collective; returns how to stop."""
     return observe(tell, get_process_group_ranks, dtype_name)
@@ -260,7 +250,6 @@ __all__ = [
     "call_on_blocks",
     "convert",
     "default_dtype",
-    "detached",
     "digest",
     "dtype_name",
     "fill_block",
@@ -277,5 +266,4 @@ __all__ = [
     "replicate_plain_tensors",
     "seeded",
     "to_device",
-    "wrap_result",
 ]
