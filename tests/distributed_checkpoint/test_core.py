@@ -358,12 +358,12 @@ def test_files_of_others_are_left_alone(tmp_path):
     (root / "mine.safetensors").write_text("x")
     sister = tmp_path / "step-0"
     sister.mkdir()
-    (sister / "0123456789abcdef0123-r00000-000.safetensors").write_text("left by a killed save")
+    (sister / "0123456789abcdef0123-r00000-000.safetensors").write_text("copied, the metadata has not come yet")
     (sister / "mine.txt").write_text("x")
     checkpoint.save({"a": 1}, checkpoint_id=root)
     checkpoint.save({"a": 2}, checkpoint_id=root)
     assert (root / "mine.safetensors").exists()
-    assert os.listdir(sister) == ["mine.txt"]
+    assert sorted(os.listdir(sister)) == ["0123456789abcdef0123-r00000-000.safetensors", "mine.txt"]
     assert len(list(root.iterdir())) == 3
     (tmp_path / "file").write_text("")
     with pytest.raises(NotADirectoryError, match="a checkpoint is a directory"):
@@ -410,7 +410,7 @@ def test_what_is_no_state_and_no_place(tmp_path):
     (tmp_path / "bytes" / "metadata.json").unlink()
     (tmp_path / "bytes" / "metadata.json").mkdir()
     (problem,) = checkpoint.verify(tmp_path / "bytes")
-    assert "Is a directory" in problem
+    assert "metadata.json' is a folder where a file is expected" in problem
 
 
 def test_clear_errors(tmp_path):

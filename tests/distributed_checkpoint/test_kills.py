@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import random
 import resource
@@ -75,6 +76,14 @@ def save_and_die_at(directory, name, version, moment, in_commit=False, counted=N
         Path(counted).write_text(f"{lines} {lines_in_commit}")
 
 
+def forget_committed(path):
+    """Remove a checkpoint if there is one; what killed saves have left there stays."""
+    if (path / "metadata.json").exists():
+        named = json.loads((path / "metadata.json").read_bytes())["body"]["files"]
+        for name in ("metadata.json", *(file[0] for file in named)):
+            (path / name).unlink()
+
+
 def kill_many(directory):
     """50 kills, half of them between two lines of the program and half at any time; one into an old name or a new."""
     root = Path(directory)
@@ -93,7 +102,7 @@ def kill_many(directory):
     for number in range(50):
         version = number + 2
         name = "step-1" if number % 2 else "step-2"
-        (root / "step-2" / "metadata.json").unlink(missing_ok=True)
+        forget_committed(root / "step-2")
         if number < len(moments):
             pid = start_child(save_and_die_at, directory, name, version, *moments[number])
         else:
@@ -116,7 +125,7 @@ def kill_many(directory):
             outcomes.append(committed)
         if ended == 0:
             assert outcomes[-1]
-    (root / "step-2" / "metadata.json").unlink(missing_ok=True)
+    forget_committed(root / "step-2")
     save_version(directory, "step-3", 99)
     assert stray_files(directory) == []
     assert version_of(root / "step-3") == 99

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import fsspec
@@ -16,6 +17,7 @@ from hyper_parallel import Replicate, Shard, checkpoint, init_device_mesh
 from hyper_parallel.cli.main import app
 from hyper_parallel.core.distributed_checkpoint import fsspec_storage
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.shared_segment import ProcessIdentity
 from tests.frameworks import distribute_tensor, equal, ours
 from tests.world import run_on_ranks
 
@@ -74,6 +76,9 @@ def go_through_a_store(url, **options):
     with pytest.raises(checkpoint.CorruptCheckpointError, match="is missing"):
         step_of(f"{url}/step-10", **options)
 
+    assert checkpoint.latest(url, **options) == f"{url}/step-9", "the newest lacks a file"
+    assert checkpoint.keep_last(url, 2, **options) == [], "what is kept is whole"
+    fs.pipe_file(data, content)
     assert checkpoint.keep_last(url, 2, **options) == [f"{url}/step-8"]
     assert checkpoint.checkpoints(url, **options) == [f"{url}/step-{step}" for step in (9, 10)]
     assert not fs.exists(f"{url}/step-8")
@@ -140,19 +145,25 @@ def test_what_killed_saves_have_left_in_a_store(memory, monkeypatch):
     url = f"{memory}/step-1"
     fs = fsspec.core.url_to_fs(url)[0]
 
-    def leave(number, **identity):
+    def leave(number, folder=None, replaces=(), **process):
         names = [f".{number:020x}.saving", f"{number:020x}-r00000-000.safetensors"]
         fs.pipe_file(f"{url}/{names[1]}", b"data")
-        fs.pipe_file(f"{url}/{names[0]}", json.dumps(fsspec_storage._identity() | identity).encode())
+        process = dataclasses.asdict(ProcessIdentity.current()) | process
+        mark = {"folder": folder or "/runs/step-1", "process": process, "replaces": [f"{n:020x}" for n in replaces]}
+        fs.pipe_file(f"{url}/{names[0]}", json.dumps(mark).encode())
         return names
 
     def names():
         return {path.rpartition("/")[2] for path in fs.ls(url, detail=False)}
 
-    dead, living, far = leave(1, pid=2**22 + 1), leave(2), leave(3, hostname="elsewhere")
+    replaced, copied = (f"{number:020x}-r00000-000.safetensors" for number in (5, 6))
+    fs.pipe_file(f"{url}/{replaced}", b"data")
+    fs.pipe_file(f"{url}/{copied}", b"somebody copies this, the metadata will come last")
+    dead, living, far = leave(1, replaces=[5], pid=2**22 + 1), leave(2), leave(3, hostname="elsewhere")
+    of_another_folder = leave(4, "/runs/step-2", pid=2**22 + 1)
     save_step(memory, 1)
-    assert not names() & set(dead)
-    assert names() > {*living, *far}
+    assert not names() & {*dead, replaced}
+    assert names() > {*living, *far, *of_another_folder, copied}
     monkeypatch.setattr(fsspec_storage, "_FORGOTTEN", 0.0)
     save_step(memory, 1)
     assert not names() & set(far)

@@ -47,6 +47,10 @@ def save_of(file_name: str) -> str | None:
     return None
 
 
+def is_mark(file_name: str) -> bool:
+    return _LOCK.fullmatch(file_name) is not None
+
+
 def is_data_file(file_name: str) -> bool:
     return _DATA.fullmatch(file_name) is not None
 

@@ -5,29 +5,41 @@ Data files get names of their own for every save, so nothing that exists is ever
 fsyncs its files and the directory; then the coordinator writes the metadata aside, fsyncs it, and renames it to
 ``metadata.json``. That one rename is the commit: before it the directory holds the previous checkpoint (or none) and
 some files that no metadata names, after it the new one and files of the old. Either kind of leftover is removed by the
-save itself, or, if it was killed, by the next save here or in a sister directory. A living save holds a lock, which the
-kernel drops with the process, so work in progress is never taken for a leftover.
+save itself, or, if it was killed, by the next save here or in a sister directory: see Note [What clean-up may remove]
+in ``save_marks.py``.
+
+Note [A rank that comes late]
+When a save fails because a rank was not heard of, that rank may still be writing. So a rank looks, after each of its
+files, whether the mark of the save is still there, and the coordinator takes the mark down before it looks for files
+for the last time: one of the two removes the file.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from hyper_parallel.core.distributed_checkpoint.chunks import Shape
-from hyper_parallel.core.distributed_checkpoint.cleanup import remove_leftovers, remove_unnamed
+from hyper_parallel.core.distributed_checkpoint.cleanup import opened_folder, remove_files, remove_leftovers
 from hyper_parallel.core.distributed_checkpoint.errors import CorruptCheckpointError
 from hyper_parallel.core.distributed_checkpoint.file_boxes import PAGE, FileBoxes
-from hyper_parallel.core.distributed_checkpoint.file_locks import hold_lock
-from hyper_parallel.core.distributed_checkpoint.file_names import aside_file_name, lock_file_name
+from hyper_parallel.core.distributed_checkpoint.file_names import (
+    aside_file_name,
+    is_data_file,
+    lock_file_name,
+    save_of,
+)
+from hyper_parallel.core.distributed_checkpoint.regular_files import open_regular, read_regular
+from hyper_parallel.core.distributed_checkpoint.save_marks import SaveMark, named_files, named_saves
 from hyper_parallel.core.distributed_checkpoint.storage import (
     DEFAULT_SHARD_BYTES,
+    MAX_METADATA_BYTES,
     METADATA_FILE,
     Buffer,
     CheckpointId,
@@ -56,7 +68,8 @@ class FileSystemWriter(StorageWriter):
             raise ValueError(f"max_shard_bytes must be at least 1, got {max_shard_bytes}")
         self.max_shard_bytes = max_shard_bytes
         self._sync = sync
-        self._lock: tuple[Path, int | None] | None = None
+        self._mark: SaveMark | None = None
+        self._committed: int | None = None  # the inode of the metadata
         self._made_root = False
 
     def open(self, checkpoint_id: CheckpointId) -> None:
@@ -69,12 +82,14 @@ class FileSystemWriter(StorageWriter):
 
     def begin(self, save_name: str) -> None:
         remove_leftovers(self._root)
-        path = self._root / lock_file_name(save_name)
-        self._lock = (path, hold_lock(path))
-        self._save_name = save_name
+        self._mark = SaveMark(self._root, save_name)
+        self._save_name, self._committed = save_name, None
 
     def write_file(self, name: str, buffers: Iterable[Buffer]) -> None:
         path = self._root / name
+        mark = self._root / lock_file_name(str(save_of(name))) if is_data_file(name) else None
+        if mark is not None and not mark.exists():
+            raise not_found([mark.name], self._root)
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
             try:
@@ -83,6 +98,8 @@ class FileSystemWriter(StorageWriter):
                     os.fsync(descriptor)
             finally:
                 os.close(descriptor)
+            if mark is not None and not mark.exists():  # See Note [A rank that comes late].
+                raise OSError(errno.ECANCELED, "the save has failed meanwhile, without this rank")
         except OSError as error:
             with contextlib.suppress(OSError):
                 path.unlink()
@@ -93,44 +110,61 @@ class FileSystemWriter(StorageWriter):
             fsync_path(self._root)
 
     def commit(self, metadata: bytes, files: Iterable[str]) -> None:
+        files = set(files)
         there = set(os.listdir(self._root))
         # A list of names may be an older one where other hosts write too; the name itself is not.
-        if lost := [name for name in files if name not in there and not (self._root / name).exists()]:
+        if lost := [name for name in sorted(files) if name not in there and not (self._root / name).exists()]:
             raise not_found(lost, self._root)
         aside = self._root / aside_file_name(self._save_name)
         self.write_file(aside.name, [metadata])
         if self._sync:
             fsync_path(self._root)
-        os.replace(aside, self._root / METADATA_FILE)
-        if self._sync:
-            fsync_path(self._root)
-            fsync_path(self._root.parent)
-        remove_unnamed(self._root)
+        assert self._mark is not None
+        with opened_folder(self._root, os.O_DIRECTORY) as folder:
+            replaced = named_saves(folder)
+            self._mark.replaces(replaced)
+            self._committed = os.lstat(aside).st_ino
+            os.replace(aside, self._root / METADATA_FILE)
+            if self._sync:
+                fsync_path(self._root)
+                fsync_path(self._root.parent)
+            remove_files(folder, replaced, set(files))
 
     def discard(self, names: Iterable[str]) -> None:
-        try:
-            committed = (self._root / METADATA_FILE).read_bytes()
-        except OSError:
-            committed = b""
-        for name in names:
-            if name.encode() not in committed:  # The commit may have failed in its very last step.
-                with contextlib.suppress(OSError):
-                    os.unlink(self._root / name)
+        with contextlib.suppress(OSError), opened_folder(self._root, os.O_DIRECTORY) as folder:
+            named = named_files(folder)  # The commit may have failed in its very last step.
+            for name in names if named is not None else ():
+                if name not in named:
+                    with contextlib.suppress(OSError):
+                        os.unlink(name, dir_fd=folder)
         with contextlib.suppress(OSError):  # A save that failed leaves no empty directory.
             self._root.rmdir()
 
     def end(self) -> None:
-        if self._lock is not None:
-            path, descriptor = self._lock
-            self._lock = None
-            with contextlib.suppress(OSError):
-                os.unlink(path)
-            if descriptor is not None:
-                os.close(descriptor)
+        if self._mark is not None:
+            mark, self._mark = self._mark, None
+            is_in_place = self._is_in_place()
+            if not is_in_place:
+                self._remove_own()
+            mark.take_down()
+            if not is_in_place:
+                self._remove_own()
             self._made_root = True
         if self._made_root:
             with contextlib.suppress(OSError):  # A save that failed leaves no empty directory.
                 self._root.rmdir()
+
+    def _is_in_place(self) -> bool:
+        """Whether what this save has committed is still there: another one may have replaced it."""
+        with contextlib.suppress(OSError):
+            return os.stat(self._root / METADATA_FILE).st_ino == self._committed
+        return False
+
+    def _remove_own(self) -> None:
+        """Remove what this save has written, but for what the metadata names."""
+        with contextlib.suppress(OSError), opened_folder(self._root, os.O_DIRECTORY) as folder:
+            if (named := named_files(folder)) is not None:
+                remove_files(folder, {self._save_name}, named)
 
 
 class FileSystemReader(StorageReader):
@@ -158,7 +192,7 @@ class FileSystemReader(StorageReader):
         self._files = FileBoxes(self._root)
 
     def read_metadata(self) -> bytes:
-        return (self._root / METADATA_FILE).read_bytes()
+        return read_regular(self._root / METADATA_FILE, MAX_METADATA_BYTES)
 
     def size(self, name: str) -> int:
         return os.stat(self._root / name).st_size
@@ -194,7 +228,7 @@ class FileSystemReader(StorageReader):
         return view
 
     def _map(self, name: str) -> tuple[mmap.mmap | None, memoryview]:
-        with open(self._root / name, "rb") as file:
+        with open_regular(self._root / name) as file:
             if os.fstat(file.fileno()).st_size == 0:
                 return None, memoryview(b"")
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

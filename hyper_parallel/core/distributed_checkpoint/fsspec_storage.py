@@ -4,10 +4,12 @@ The commit is the same as in a directory: the metadata file appears last, moved 
 at once.
 
 Note [Saves that meet in a store]
-There are no locks far away. A save puts up a mark before its first file and takes it down at its end, and whoever
-commits removes the files that the metadata does not name, but for those of saves whose mark is up. Of two saves to one
-URL at a time the one that commits last stays, whole. The mark of a save that was killed says which process it was: on
-the same host it is known to have ended, elsewhere it counts as killed when its mark is a day old by the store's clock.
+There are no locks far away. A save puts up a mark before its first file and takes it down at its end. Of two saves to
+one URL at a time the one that commits last stays, whole. A save that commits removes the files of the one that it
+replaces and those of killed saves, but for what the metadata names. The mark of a save says which process it is, which
+folder it was made for (a copy of it elsewhere says nothing) and, before the commit, which saves it replaces. On the
+same host a process is known to have ended; elsewhere a save counts as killed when its mark is a day old by the store's
+clock. Files without a mark are nobody's to remove: somebody may be copying them.
 """
 
 from __future__ import annotations
@@ -22,9 +24,18 @@ from typing import Any
 import fsspec
 
 from hyper_parallel.core.distributed_checkpoint.errors import CorruptCheckpointError
-from hyper_parallel.core.distributed_checkpoint.file_names import aside_file_name, lock_file_name, save_of
+from hyper_parallel.core.distributed_checkpoint.file_names import (
+    aside_file_name,
+    is_mark,
+    lock_file_name,
+    new_save_name,
+    save_of,
+)
+from hyper_parallel.core.distributed_checkpoint.index_file import FRAME_START
+from hyper_parallel.core.distributed_checkpoint.save_marks import names_in, saves_in
 from hyper_parallel.core.distributed_checkpoint.storage import (
     DEFAULT_SHARD_BYTES,
+    MAX_METADATA_BYTES,
     METADATA_FILE,
     Buffer,
     CheckpointId,
@@ -38,8 +49,52 @@ _FORGOTTEN = 24 * 3600.0  # seconds after which a save of another host counts as
 _SAME_HOST = ("hostname", "boot_id", "pid_namespace")
 
 
-def _identity() -> dict[str, Any]:
-    return dataclasses.asdict(ProcessIdentity.current())
+class _Folder:
+    """A folder of a store, and the marks of saves in it."""
+
+    def __init__(self, url: CheckpointId, options: dict[str, Any]) -> None:
+        self.fs, root = fsspec.core.url_to_fs(os.fspath(url), **options)
+        self.root = root.rstrip("/")
+
+    def path(self, name: str) -> str:
+        return f"{self.root}/{name}"
+
+    def names(self) -> list[str]:
+        self.fs.invalidate_cache(self.root)
+        return [path.rstrip("/").rpartition("/")[2] for path in self.fs.ls(self.root, detail=False)]
+
+    def metadata(self) -> bytes:
+        """The metadata; FileNotFoundError if there is none."""
+        path = self.path(METADATA_FILE)
+        if (size := int(self.fs.size(path))) > MAX_METADATA_BYTES:
+            raise CorruptCheckpointError(f"'{path}' has {size} bytes, and metadata has at most {MAX_METADATA_BYTES}")
+        return self.fs.cat_file(path)
+
+    def put_mark(self, save_name: str, replaces: Iterable[str] = ()) -> None:
+        process = dataclasses.asdict(ProcessIdentity.current())
+        content = {"folder": self.root, "process": process, "replaces": sorted(replaces)}
+        self.fs.pipe_file(self.path(lock_file_name(save_name)), json.dumps(content).encode())
+
+    def replaced_by(self, save_name: str, own_name: str) -> set[str] | None:
+        """The saves that one that has ended has replaced; None if it may still be at work, or is not of this folder."""
+        mark, own = self.path(lock_file_name(save_name)), self.path(lock_file_name(own_name))
+        try:
+            found = json.loads(self.fs.cat_file(mark))
+            if found["folder"] != self.root:
+                return None
+            process, here = found["process"], dataclasses.asdict(ProcessIdentity.current())
+            if all(process[key] == here[key] for key in _SAME_HOST):
+                is_over = not ProcessIdentity(**process).is_alive()
+            else:
+                is_over = (self.fs.modified(own) - self.fs.modified(mark)).total_seconds() >= _FORGOTTEN
+            return set(found["replaces"]) if is_over else None
+        except Exception:  # It was taken down, or is no mark of ours, or the store has no clock.
+            return None
+
+    def remove(self, names: Iterable[str]) -> None:
+        for name in names:
+            with contextlib.suppress(Exception):
+                self.fs.rm_file(self.path(name))
 
 
 class FsspecWriter(StorageWriter):
@@ -53,18 +108,17 @@ class FsspecWriter(StorageWriter):
         self._save_name: str | None = None
 
     def open(self, checkpoint_id: CheckpointId) -> None:
-        self._fs, root = fsspec.core.url_to_fs(os.fspath(checkpoint_id), **self._options)
-        self._root = root.rstrip("/")
-        self._fs.makedirs(self._root, exist_ok=True)
+        self._folder = _Folder(checkpoint_id, self._options)
+        self._folder.fs.makedirs(self._folder.root, exist_ok=True)
 
     def begin(self, save_name: str) -> None:
-        self._fs.pipe_file(f"{self._root}/{lock_file_name(save_name)}", json.dumps(_identity()).encode())
-        self._save_name = save_name
+        self._folder.put_mark(save_name)
+        self._save_name, self._is_committed = save_name, False
 
     def write_file(self, name: str, buffers: Iterable[Buffer]) -> None:
-        path = f"{self._root}/{name}"
+        path = self._folder.path(name)
         try:
-            with self._fs.open(path, "wb") as file:
+            with self._folder.fs.open(path, "wb") as file:
                 for buffer in buffers:
                     file.write(memoryview(buffer).cast("B") if len(buffer) else b"")
         except OSError as error:
@@ -76,48 +130,49 @@ class FsspecWriter(StorageWriter):
 
     def commit(self, metadata: bytes, files: Iterable[str]) -> None:
         assert self._save_name is not None
-        self._fs.invalidate_cache(self._root)
-        if lost := list(set(files) - set(self._names())):
-            raise not_found(sorted(lost), self._root)
+        folder = self._folder
+        if lost := list(set(files) - set(folder.names())):
+            raise not_found(sorted(lost), folder.root)
         aside = aside_file_name(self._save_name)
         self.write_file(aside, [metadata])
-        self._fs.mv(f"{self._root}/{aside}", f"{self._root}/{METADATA_FILE}")
+        replaced = self._replaced()
+        folder.put_mark(self._save_name, replaced)
+        folder.fs.mv(folder.path(aside), folder.path(METADATA_FILE))
+        self._is_committed = True
         # The names before the metadata, which `discard` reads: a save that ends in between is found in one of them.
-        self._fs.invalidate_cache(self._root)
-        saves = {name: save for name in self._names() if (save := save_of(name)) is not None}
-        own = lock_file_name(self._save_name)
-        marked = {save for name, save in saves.items() if name == lock_file_name(save) != own}
-        running = set(filter(self._is_running, marked))
-        self.discard([name for name, save in saves.items() if save not in running and name != own])
+        names, ended = folder.names(), set()
+        for save in {str(save_of(name)) for name in names if is_mark(name)} - {self._save_name}:
+            if (others := folder.replaced_by(save, self._save_name)) is not None:
+                ended.add(save)
+                replaced |= others
+        self.discard([name for name in names if save_of(name) in replaced | ended and not is_mark(name)])
+        self.discard([lock_file_name(save) for save in ended])
 
-    def _names(self) -> list[str]:
-        return [path.rstrip("/").rpartition("/")[2] for path in self._fs.ls(self._root, detail=False)]
-
-    def _is_running(self, save: str) -> bool:
-        """Whether a save whose mark is up may still be at work."""
-        mark, own = (f"{self._root}/{lock_file_name(name)}" for name in (save, self._save_name or ""))
+    def _replaced(self) -> set[str]:
         try:
-            who, here = json.loads(self._fs.cat_file(mark)), _identity()
-            if all(who[key] == here[key] for key in _SAME_HOST):
-                return ProcessIdentity(**who).is_alive()
-            return (self._fs.modified(own) - self._fs.modified(mark)).total_seconds() < _FORGOTTEN
-        except Exception:  # It was taken down, or the store has no clock.
-            return True
+            return saves_in(self._folder.metadata())
+        except Exception:  # There is none; or what it lists is not known, and stays.
+            return set()
 
     def discard(self, names: Iterable[str]) -> None:
+        names = list(names)
+        if not names:
+            return
         try:
-            committed = self._fs.cat_file(f"{self._root}/{METADATA_FILE}")
+            named = names_in(self._folder.metadata())
+        except FileNotFoundError:
+            named = set()
         except Exception:
-            committed = b""
-        for name in names:
-            if name.encode() not in committed:
-                with contextlib.suppress(Exception):
-                    self._fs.rm_file(f"{self._root}/{name}")
+            return  # What it names is not known.
+        self._folder.remove(name for name in names if name not in named)
 
     def end(self) -> None:
         if self._save_name is not None:
-            with contextlib.suppress(Exception):
-                self._fs.rm_file(f"{self._root}/{lock_file_name(self._save_name)}")
+            mark = lock_file_name(self._save_name)
+            if not self._is_committed:
+                with contextlib.suppress(Exception):
+                    self.discard(n for n in self._folder.names() if save_of(n) == self._save_name and n != mark)
+            self._folder.remove([mark])
         self._save_name = None
 
 
@@ -134,24 +189,29 @@ class FsspecReader(StorageReader):
         self._options = storage_options
 
     def open(self, checkpoint_id: CheckpointId) -> None:
-        self._fs, root = fsspec.core.url_to_fs(os.fspath(checkpoint_id), **self._options)
-        self._root = root.rstrip("/")
-        self._fs.invalidate_cache(self._root)  # Others may have written since this process has looked.
+        self._folder = _Folder(checkpoint_id, self._options)
+        self._folder.fs.invalidate_cache(self._folder.root)  # Others may have written since this process has looked.
 
     def read_metadata(self) -> bytes:
-        return self._fs.cat_file(f"{self._root}/{METADATA_FILE}")
+        return self._folder.metadata()
 
     def size(self, name: str) -> int:
-        return int(self._fs.size(f"{self._root}/{name}"))
+        return int(self._folder.fs.size(self._folder.path(name)))
+
+    def sizes(self, names: Iterable[str]) -> dict[str, int]:
+        wanted = set(names)
+        listed = self._folder.fs.ls(self._folder.root, detail=True)
+        found = {entry["name"].rpartition("/")[2]: entry for entry in listed}
+        return {name: int(found[name]["size"]) for name in wanted & found.keys()}
 
     def view(self, name: str, start: int, length: int) -> memoryview:
         return self.views(name, [(start, length)])[0]
 
     def views(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
-        path = f"{self._root}/{name}"
+        path = self._folder.path(name)
         merged = _merged([(start, length) for start, length in ranges if length], self._max_gap)
         starts, ends = [start for start, _ in merged], [start + length for start, length in merged]
-        parts = self._fs.cat_ranges([path] * len(merged), starts, ends, on_error="raise") if merged else []
+        parts = self._folder.fs.cat_ranges([path] * len(merged), starts, ends, on_error="raise") if merged else []
         for (start, length), part in zip(merged, parts, strict=True):
             if isinstance(part, BaseException):  # Some file systems give errors back, whatever they are told.
                 raise part
@@ -191,21 +251,27 @@ def _merged(ranges: Sequence[tuple[int, int]], max_gap: int) -> list[tuple[int, 
 
 
 def checkpoint_names(url: str, **storage_options: Any) -> list[str]:
-    """The names of the checkpoints under a URL."""
-    fs, root = fsspec.core.url_to_fs(url, **storage_options)
-    root = root.rstrip("/")
-    fs.invalidate_cache(root)
+    """The names of the folders under a URL whose metadata begins as ours does."""
+    folder = _Folder(url, storage_options)
     try:
-        found = fs.ls(root, detail=False)
+        names = folder.names()
     except FileNotFoundError:
         return []
-    names = [path.rstrip("/").rpartition("/")[2] for path in found]
-    return [name for name in names if fs.exists(f"{root}/{name}/{METADATA_FILE}")]
+    return [name for name in names if _begins_as_ours(folder, f"{folder.root}/{name}/{METADATA_FILE}")]
+
+
+def _begins_as_ours(folder: _Folder, path: str) -> bool:
+    try:
+        return folder.fs.cat_file(path, start=0, end=len(FRAME_START)) == FRAME_START
+    except OSError:  # There is none, or it is too short for what was asked for.
+        return False
 
 
 def remove_checkpoint(url: str, **storage_options: Any) -> None:
     """Remove a checkpoint; the metadata first, so that it is never half there."""
-    fs, root = fsspec.core.url_to_fs(url, **storage_options)
-    root = root.rstrip("/")
-    fs.rm_file(f"{root}/{METADATA_FILE}")
-    fs.rm(root, recursive=True)
+    folder, name = _Folder(url, storage_options), new_save_name()
+    saves = saves_in(folder.metadata())
+    folder.put_mark(name, saves)  # for the next save to go by, should this be killed
+    folder.fs.rm_file(folder.path(METADATA_FILE))
+    folder.remove([file for file in folder.names() if save_of(file) in saves])
+    folder.fs.rm(folder.root, recursive=True)

@@ -8,6 +8,7 @@ instead. ``file``, ``start`` and ``crc32c`` have one number for each chunk.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -32,12 +33,18 @@ from hyper_parallel.core.distributed_checkpoint.metadata import (
     dtype_size,
 )
 from hyper_parallel.core.distributed_checkpoint.shard_file import WrittenFile
+from hyper_parallel.core.distributed_checkpoint.strict_json import parse_json
 
 FORMAT = "hyper-parallel checkpoint"
 VERSION = 1
 
+FRAME_START = f'{{"format":"{FORMAT}","version":'.encode()
 _FRAME = '{{"format":"{}","version":{},"crc32c":"{:08x}","body":{}}}\n'
-_PARTS = re.compile(rb'^\{"format":"([^"]*)","version":(\d{1,9}),"crc32c":"([0-9a-f]{8})","body":(.*)\}\n$', re.DOTALL)
+_PARTS = re.compile(
+    rb'\{"format":"([^"]{0,100})","version":([0-9]{1,9}),"crc32c":"([0-9a-f]{8})","body":(.*)\}\n', re.DOTALL
+)
+# A file in the body; never inside of a string there, where a quote has a backslash before it.
+_FILE = re.compile(rb'\["([0-9a-f]{20}-r[0-9]{5,}-[0-9]{3,}\.safetensors)",([0-9]{1,19}),([0-9]{1,19}),[0-9]{1,10}\]')
 
 
 @dataclass
@@ -82,9 +89,16 @@ class StoredTensor:
         if self.grid is not None:
             yield from cells_touching(self.grid, self.shape, box)
             return
+        if (number := self._numbers.get(box)) is not None:
+            yield number, box
+            return
         for number, chunk in enumerate(self.boxes or ()):
             if overlap(chunk, box) is not None:
                 yield number, chunk
+
+    @functools.cached_property
+    def _numbers(self) -> dict[Box, int]:
+        return {box: number for number, box in enumerate(self.boxes or ())}
 
 
 @dataclass
@@ -146,26 +160,13 @@ def encode_index(index: CheckpointIndex) -> bytes:
 
 def decode_index(data: bytes, where: str) -> CheckpointIndex:
     """What a metadata file says; ``where`` names it in errors. Any damage is found."""
-    parts = _PARTS.match(data)
-    if parts is None:
-        raise CorruptCheckpointError(
-            f"'{where}' ({len(data)} bytes) is not the metadata of a checkpoint, or it is damaged; load another one"
-        )
-    name, version, crc, body = parts[1].decode(errors="replace"), int(parts[2]), int(parts[3], 16), parts[4]
-    if name != FORMAT:
-        raise CorruptCheckpointError(f"'{where}' is of the format {name!r}, where {FORMAT!r} is expected")
-    if crc32c(body) != crc:
-        raise CorruptCheckpointError(
-            f"'{where}' is damaged: its checksum is {crc32c(body):08x} where {crc:08x} was written; load another one"
-        )
+    version, crc, body = _unframed(data, where)
     if version > VERSION:
         raise CorruptCheckpointError(
             f"'{where}' is of version {version} and this program reads up to version {VERSION}; update hyper-parallel"
         )
-    if parts[2] != str(VERSION).encode():
-        raise CorruptCheckpointError(f"'{where}' is of the unknown version {parts[2].decode()}; it may be damaged")
     try:
-        content = json.loads(body)
+        content = parse_json(body)
         check_body(content)
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpointError(f"'{where}' cannot be true: {error}. Load another checkpoint") from error
@@ -186,6 +187,36 @@ def decode_index(data: bytes, where: str) -> CheckpointIndex:
         content["platform"],
         crc,
     )
+
+
+def stated_sizes(data: bytes, where: str) -> dict[str, int]:
+    """The bytes of each file that a metadata file lists, if it has its checksum; none where a newer version wrote it.
+
+    Quick: the rest of its content is not looked at.
+    """
+    version, _, body = _unframed(data, where)
+    if version > VERSION:
+        return {}
+    return {name.decode(): int(header) + int(content) for name, header, content in _FILE.findall(body)}
+
+
+def _unframed(data: bytes, where: str) -> tuple[int, int, bytes]:
+    """The version, the checksum and the body of a metadata file, whose checksum is right."""
+    parts = _PARTS.fullmatch(data)
+    if parts is None:
+        raise CorruptCheckpointError(
+            f"'{where}' ({len(data)} bytes) is not the metadata of a checkpoint, or it is damaged; load another one"
+        )
+    name, version, crc, body = parts[1].decode(errors="replace"), int(parts[2]), int(parts[3], 16), parts[4]
+    if name != FORMAT:
+        raise CorruptCheckpointError(f"'{where}' is of the format {name!r}, where {FORMAT!r} is expected")
+    if crc32c(body) != crc:
+        raise CorruptCheckpointError(
+            f"'{where}' is damaged: its checksum is {crc32c(body):08x} where {crc:08x} was written; load another one"
+        )
+    if version < VERSION or parts[2] != str(version).encode():
+        raise CorruptCheckpointError(f"'{where}' is of the unknown version {parts[2].decode()}; it may be damaged")
+    return version, crc, body
 
 
 class _Descriptions(Mapping[str, Any]):
@@ -255,6 +286,8 @@ def grid_or_boxes(shape: Shape, boxes: Sequence[Box]) -> tuple[Grid | None, list
     """The grid whose cells are these boxes, or None; and the order that makes them row-major."""
     order = sorted(range(len(boxes)), key=lambda number: boxes[number][0])
     grid = tuple(tuple(sorted({offsets[dim] for offsets, _ in boxes})) for dim in range(len(shape)))
-    cells = StoredTensor("", shape, [], [], [], grid).all_boxes() if boxes else iter(())
+    # Counted first: few boxes that are no grid can have more cells between them than memory holds.
+    has_cells = bool(boxes) and math.prod(map(len, grid)) == len(boxes)
+    cells = StoredTensor("", shape, [], [], [], grid).all_boxes() if has_cells else iter(())
     is_grid = list(cells) == [boxes[number] for number in order] and (bool(boxes) or 0 in shape)
     return (grid if is_grid else None), order

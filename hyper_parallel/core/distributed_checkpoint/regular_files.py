@@ -27,11 +27,15 @@ _KINDS = (
 )
 
 
-def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
-    """Open a regular file for reading; see Note [What may stand where a file should]. Never waits."""
+def open_regular(path: str | os.PathLike[str], folder: int | None = None) -> BinaryIO:
+    """Open a regular file for reading; see Note [What may stand where a file should]. Never waits.
+
+    ``folder`` is the descriptor of an open folder that the path starts from.
+    """
     try:
-        _require_regular(path, os.stat(path).st_mode)  # before the open: that alone can have an effect on a device
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+        # before the open: that alone can have an effect on a device
+        _require_regular(path, os.stat(path, dir_fd=folder).st_mode)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, dir_fd=folder)
     except (FileNotFoundError, NotADirectoryError):
         what = "leads nowhere" if os.path.islink(path) else "does not exist"
         raise FileNotFoundError(f"'{os.fspath(path)}' {what}") from None
@@ -49,9 +53,9 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
         raise
 
 
-def read_regular(path: str | os.PathLike[str], limit: int) -> bytes:
+def read_regular(path: str | os.PathLike[str], limit: int, folder: int | None = None) -> bytes:
     """All bytes of a regular file that has no more than ``limit``; a larger one is refused before it is read."""
-    with open_regular(path) as file:
+    with open_regular(path, folder) as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
             raise CorruptCheckpointError(

@@ -6,6 +6,7 @@ storage is these two small classes. :mod:`.filesystem` and :mod:`.fsspec_storage
 
 from __future__ import annotations
 
+import contextlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -17,6 +18,7 @@ import numpy as np
 from hyper_parallel.core.distributed_checkpoint.chunks import Shape, contiguous_runs
 
 METADATA_FILE = "metadata.json"
+MAX_METADATA_BYTES = 1 << 30  # ten million chunks take a third of it
 DEFAULT_SHARD_BYTES = 4 << 30
 
 CheckpointId = str | os.PathLike[str]
@@ -83,6 +85,14 @@ class StorageReader(ABC):
     @abstractmethod
     def size(self, name: str) -> int:
         """Bytes of a file; FileNotFoundError if there is none."""
+
+    def sizes(self, names: Iterable[str]) -> dict[str, int]:
+        """Bytes of those of some files that are there."""
+        found = {}
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                found[name] = self.size(name)
+        return found
 
     @abstractmethod
     def view(self, name: str, start: int, length: int) -> memoryview:
