@@ -7,7 +7,7 @@ import torch
 
 import hyper_parallel as hp
 from hyper_parallel.core.shard import dispatch, plan_call
-from tests.frameworks import assert_close, distribute_tensor, from_local, ours, theirs
+from tests.frameworks import assert_close, distribute_tensor, from_local, on_mindspore, ours, theirs
 from tests.frameworks.functions import cat, softmax
 from tests.shard.validator import tensor
 from tests.world import run_on_ranks
@@ -69,14 +69,12 @@ def test_a_pending_sum_is_rounded_once() -> None:
         target.copy_(halves)
         assert theirs(target.full_tensor()).tolist() == [1.5 if dtype.is_floating_point else 1] * 4
         pending = from_local(torch.zeros(4, dtype=dtype), mesh, [hp.Partial()], shape=(4,))
-        if dtype.is_floating_point:
-            pending.copy_(halves)
-            assert theirs(pending.full_tensor()).tolist() == [1.5] * 4
-        else:
-            with pytest.raises(
-                RuntimeError, match=r"copy_ cannot write into a tensor under .*reduce_partial\(\) first"
-            ):
+        if on_mindspore and not dtype.is_floating_point:  # it does not tell whether another tensor shares the memory
+            with pytest.raises(RuntimeError, match=r"copy_ cannot write into .*reduce_partial\(\) first"):
                 pending.copy_(halves)
+            continue
+        pending.copy_(halves)  # whole numbers: the sum of the target, which nobody shares, is done first
+        assert theirs(pending.full_tensor()).tolist() == [1.5 if dtype.is_floating_point else 1] * 4
 
 
 @run_on_ranks(2)

@@ -30,7 +30,9 @@ class DTensor(_platform.DTensorBase):  # type: ignore[name-defined]
         cls, local_tensor: Any, device_mesh: DeviceMesh | None = None, placements: Any = None, *, shape: Any = None
     ) -> DTensor:
         if cls is not DTensor and isinstance(local_tensor, DTensor):  # a framework's parameter of a distributed tensor
-            return _platform.as_dtensor(cls, local_tensor._settled(), local_tensor._layout, local_tensor._global_shape)
+            return _platform.as_dtensor(
+                cls, local_tensor._completed(), local_tensor._layout, local_tensor._global_shape
+            )
         return cls.from_local(local_tensor, device_mesh, placements, shape=shape)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -64,7 +66,7 @@ class DTensor(_platform.DTensorBase):  # type: ignore[name-defined]
     nelement = numel
 
     def __repr__(self) -> str:
-        values = repr(_platform.detached(self._settled()))
+        values = repr(_platform.detached(self._completed()))
         return f"DTensor(shape={tuple(self._global_shape)}, {self._layout}, local={values})"
 
     def __len__(self) -> int:
@@ -143,7 +145,7 @@ class DTensor(_platform.DTensorBase):  # type: ignore[name-defined]
         ``grad_placements`` is the layout in which the block's gradient arrives, the law's by default. Say
         ``grad_placements=[Partial()]`` for a replicated value of which every rank uses a different part.
         """
-        tensor = self._settled()
+        tensor = self._completed()
         if grad_placements is None or not _platform.needs_grad(tensor):
             return _platform.local_alias(tensor)
         arriving = _gradient_layout("to_local", self._layout, grad_placements, tuple(self._global_shape))
@@ -167,7 +169,7 @@ class DTensor(_platform.DTensorBase):  # type: ignore[name-defined]
         forward: the planned collectives (see :func:`hyper_parallel.explain`); backward: the same between the gradients'
         layouts. ``async_op`` returns at once: the result completes itself when it is first used, or at ``wait()``.
         """
-        tensor = self._settled()
+        tensor = self._completed()
         mesh = self.device_mesh if device_mesh is None else resolve_mesh(device_mesh, "redistribute")
         shape = tuple(self._global_shape)
         target = resolve_layout(mesh, placements, len(shape))
@@ -192,13 +194,22 @@ class DTensor(_platform.DTensorBase):  # type: ignore[name-defined]
         """Pending reductions done, nothing else changed."""
         return self.redistribute(self.device_mesh, self._layout.gradient())
 
-    def _settled(self) -> DTensor:
-        """This tensor, complete."""
+    @classmethod
+    def _hand_on(cls, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Call an operator on arguments that this kind of tensor has dealt with: another kind may have to look too."""
+        types = [DTensor if kind is cls else kind for kind in types]
+        for kind in types:
+            if issubclass(kind, DTensor) and kind is not DTensor:
+                return kind._on_operator(func, types, args, kwargs)
+        return DTensor._on_operator(func, types, args, kwargs)
+
+    def _completed(self) -> DTensor:
+        """This tensor, with a transfer that is in flight finished: an ordinary DTensor."""
         return self
 
     def wait(self) -> DTensor:
         """Complete a redistribution in flight; the tensor itself."""
-        return self._settled()
+        return self._completed()
 
     # ---------------------------------------------------------------- conversions that keep the layout
 
@@ -208,7 +219,7 @@ class DTensor(_platform.DTensorBase):  # type: ignore[name-defined]
         A method and not an operator: hooks of saved tensors (checkpointing) call it inside of operators, where nothing
         is intercepted, and compare the shapes of what they get with those of the DTensors that they were given.
         """
-        tensor = self._settled()
+        tensor = self._completed()
         plain = _platform.detached(tensor)
         if skipping.exceptions and is_skipped("detach"):
             return plain
@@ -216,7 +227,7 @@ class DTensor(_platform.DTensorBase):  # type: ignore[name-defined]
 
     def to(self, *args: Any, **kwargs: Any) -> DTensor:
         """Another dtype or device; the layout stays, but a reduction that the cast would change is done before."""
-        return _platform.convert(self._settled(), *args, **kwargs)
+        return _platform.convert(self._completed(), *args, **kwargs)
 
     def cpu(self, *args: Any, **kwargs: Any) -> DTensor:
         """On the host; the layout stays."""
@@ -233,14 +244,11 @@ class PendingDTensor(DTensor):
     _handle: Any
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        settle((args, kwargs))
-        for kind in types:  # another kind of tensor among the arguments that must look at them
-            if issubclass(kind, DTensor) and kind not in (DTensor, PendingDTensor):
-                return kind.__torch_function__(func, types, args, kwargs)
-        return super().__torch_function__(func, types, args, kwargs)
+    def _on_operator(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        complete_all((args, kwargs))
+        return cls._hand_on(func, types, args, kwargs)
 
-    def _settled(self) -> DTensor:
+    def _completed(self) -> DTensor:
         if isinstance(self, PendingDTensor):
             _platform.replace_block(self, self._handle.wait())
             del self._handle
@@ -252,29 +260,29 @@ class PendingDTensor(DTensor):
     @property
     def data(self) -> Any:
         """The same memory without gradient history, complete."""
-        return self._settled().data
+        return self._completed().data
 
     @data.setter
     def data(self, value: Any) -> None:
-        self._settled().data = value
+        self._completed().data = value
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return self._settled().__deepcopy__(memo)
+        return self._completed().__deepcopy__(memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._settled().__reduce_ex__(protocol)
+        return self._completed().__reduce_ex__(protocol)
 
 
-def settle(tree: Any) -> None:
+def complete_all(tree: Any) -> None:
     """Complete all tensors among the arguments of an operator."""
     if isinstance(tree, DTensor):
-        tree._settled()
+        tree._completed()
     elif isinstance(tree, (list, tuple)):
         for item in tree:
-            settle(item)
+            complete_all(item)
     elif isinstance(tree, dict):
         for item in tree.values():
-            settle(item)
+            complete_all(item)
 
 
 def resolve_mesh(device_mesh: DeviceMesh | None, where: str) -> DeviceMesh:

@@ -185,7 +185,7 @@ class _Graph:
         yield from self._reductions(cuts, partials)
         yield from self._suffix_moves(cuts, partials)
         yield from self._exchange(cuts, partials)
-        if self._settled(cuts):
+        if cuts == self.goal_cuts:
             yield from self._to_partial(cuts, partials, free)
 
     def _common_prefix(self, dim: int, axes: tuple[int, ...]) -> int:
@@ -246,9 +246,6 @@ class _Graph:
         axes = changed_axes(cuts, reached)
         if axes and cuts != reached:
             yield _Edge(EXCHANGE, axes, (reached, partials))
-
-    def _settled(self, cuts: DimAxes) -> bool:
-        return cuts == self.goal_cuts
 
     def _to_partial(self, cuts: DimAxes, partials: Partials, free: list[int]) -> Iterator[_Edge]:
         for axis in free:

@@ -22,7 +22,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from hyper_parallel.core.dtensor.distributed_tensor import DTensor, settle
+from hyper_parallel.core.dtensor.distributed_tensor import DTensor, complete_all
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.shard.mixing import PendingWriteError
 from hyper_parallel.platform import get_platform
@@ -82,11 +82,11 @@ class CopiedView(DTensor):
     _source: _Source | None = None
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def _on_operator(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if _platform.graph_function(func) is not None or _platform.is_framework_service(func):
-            return DTensor.__torch_function__(func, types, args, kwargs)
-        settle((args, kwargs))
+            return DTensor._on_operator(func, types, args, kwargs)
+        complete_all((args, kwargs))
         views: list[CopiedView] = []
         _find((args, kwargs), views)
         name = _platform.get_op_name(func)
@@ -96,11 +96,11 @@ class CopiedView(DTensor):
                 view._check_write(name)
         before = [_platform.version_of(view) for view in views]
         try:
-            result = DTensor.__torch_function__(func, types, args, kwargs)
+            result = DTensor._on_operator(func, types, args, kwargs)
         except PendingWriteError:
             if not any(view._finish_sum() for view in written):
                 raise
-            result = DTensor.__torch_function__(func, types, args, kwargs)
+            result = DTensor._on_operator(func, types, args, kwargs)
         for view, version in zip(views, before, strict=True):
             if any(view is one for one in written) if version is None else _platform.version_of(view) != version:
                 view._write_back()
@@ -108,12 +108,12 @@ class CopiedView(DTensor):
             return link(name, result, func, args, kwargs, may_share=True)
         return result
 
-    def _settled(self) -> DTensor:
+    def _completed(self) -> DTensor:
         """This view, like its base."""
         source = self._source
         if source is None:
             return self
-        source.base._settled()
+        source.base._completed()
         if source.shares:
             return self
         version = _platform.version_of(source.base)
@@ -185,7 +185,7 @@ class CopiedView(DTensor):
     @property
     def data(self) -> Any:
         """The same memory without gradient history, as much a view as this one."""
-        plain = DTensor.data.fget(self._settled())
+        plain = DTensor.data.fget(self._completed())
         return _linked("detach", plain, DTensor.detach, self, (), {}, None, True) if self._source else plain
 
     @data.setter
@@ -194,12 +194,12 @@ class CopiedView(DTensor):
         DTensor.data.fset(self, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copied = DTensor.__deepcopy__(self._settled(), memo)
+        copied = DTensor.__deepcopy__(self._completed(), memo)
         copied.__class__ = DTensor
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return DTensor.__reduce_ex__(self._settled(), protocol)
+        return DTensor.__reduce_ex__(self._completed(), protocol)
 
 
 def is_view_call(name: str, args: tuple[Any, ...]) -> bool:

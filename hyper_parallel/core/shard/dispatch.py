@@ -3,16 +3,30 @@
 Note [The hot path]
 One look-up: the function, the layouts and global shapes of its tensors, and the other arguments that matter, to what
 must be done. Layouts are interned, so they are compared by identity; nothing is copied and no layout arithmetic is
-done. The first call of a kind finds, in this order: a handler of our own; a rule, of whose legal cuts the cheapest is
-taken; the function's own body, where it is written in Python; and for everything else the way that is always right, by
-gathering.
+done. The first call of a kind finds, in this order: a handler of our own; a rule, of whose legal shardings the
+cheapest is taken; the function's own body, where it is written in Python; and for everything else the way that is
+always right, by gathering.
+
+Note [Keys]
+A *short* key, in ``_direct``, is quick to make and covers calls without keywords:
+
+    (x)                 (func, layout, shape)
+    (x, y)              (func, layout, shape, layout, shape)
+    (x, y, z)           (func, layout, layout, layout, (shape, shape, shape))
+    (x, 2.0)            (func, layout, shape, float)                  if the plan does not depend on the number
+    (x, (1, 2:3, ...))  (func, layout, shape, tuple, 1, slice, 2, 3, None, Ellipsis [, dtype])
+
+A *full* key, in ``_calls``, is made of all arguments in order and covers every call: layout and shape of a DTensor;
+kind, length and items of a list or tuple; slice and its bounds; kind (and value, if it is exceptional) of a number that
+the plan does not depend on; kind and ndim of a plain tensor; kind and value of anything else; the names of keywords
+before their values; and at the end the dtypes of the DTensors, where the plan depends on them. Whether it depends on
+numbers and dtypes is among the function's :class:`OperatorFacts`.
 """
 
 from __future__ import annotations
 
 import functools
 import operator
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -42,11 +56,29 @@ _MAX_CALLS = 65536
 
 Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
-_handlers: dict[Callable[..., Any], Handler | None] = {}
-_numbers_left_out: set[Callable[..., Any]] = set()
-_not_about_values: set[Callable[..., Any]] = set()
-_dtypes_put_in: set[Callable[..., Any]] = set()
-_in_place_at: dict[Callable[..., Any], int] = {}  # where `inplace` is among the arguments, for all to find it by name
+
+class OperatorFacts:
+    """What is known of a function, whatever it is called with."""
+
+    __slots__ = ("handler", "inplace_at", "is_bookkeeping", "key_has_dtypes", "key_ignores_numbers")
+
+    def __init__(
+        self,
+        handler: Handler | None,
+        *,
+        is_bookkeeping: bool = False,
+        key_ignores_numbers: bool = False,
+        key_has_dtypes: bool = False,
+        inplace_at: int | None = None,
+    ) -> None:
+        self.handler = handler  # None: by a rule
+        self.is_bookkeeping = is_bookkeeping  # about the graph or the tensor object, not about values
+        self.key_ignores_numbers = key_ignores_numbers
+        self.key_has_dtypes = key_has_dtypes
+        self.inplace_at = inplace_at  # where `inplace` is among the arguments, for all to find it by name
+
+
+_facts: dict[Callable[..., Any], OperatorFacts] = {}
 _calls: dict[tuple[Any, ...], PlannedCall | None] = {}
 _direct: dict[Any, Handler] = {}  # how to run calls of up to three tensors, by a key that is quick to make
 _lock = threading.Lock()
@@ -70,8 +102,10 @@ def intercept(kind: type, func: Callable[..., Any], types: Any, args: Any = (), 
             if type(first) is DTensor:
                 if type(second) is DTensor:
                     short = (func, first._layout, first._global_shape, second._layout, second._global_shape)
-                elif type(second) is float and func in _numbers_left_out and second not in EXCEPTIONAL_NUMBERS:
-                    short = (func, first._layout, first._global_shape, float)
+                elif type(second) is float:
+                    facts = _facts.get(func)
+                    if facts is not None and facts.key_ignores_numbers and second not in EXCEPTIONAL_NUMBERS:
+                        short = (func, first._layout, first._global_shape, float)
                 elif type(second) is tuple:
                     short = _key_of_entries(func, first, second)
         elif len(args) == 1:
@@ -87,30 +121,30 @@ def intercept(kind: type, func: Callable[..., Any], types: Any, args: Any = (), 
             return run(func, args, _NO_KEYWORDS)
         kwargs = {}
     try:
-        handler = _handlers[func]
+        facts = _facts[func]
     except KeyError:
-        handler = _handlers[func] = _find_handler(func)
-    place = _in_place_at.get(func)
+        facts = _facts[func] = _find_facts(func)
+    place = facts.inplace_at
     if place is not None and len(args) > place:
         args, kwargs = args[:place], {**kwargs, "inplace": bool(args[place])}
-    if replicating.depth and func not in _not_about_values:
+    if replicating.depth and not facts.is_bookkeeping:
         args, kwargs = plain_as_whole(args, kwargs)
     if len(kwargs) > 1:
         kwargs = _in_order(func, kwargs)
-    if handler is not None:
-        return handler(func, args, kwargs)
+    if facts.handler is not None:
+        return facts.handler(func, args, kwargs)
     try:
-        planned = _find_plan(func, args, kwargs)
+        planned = _find_plan(func, facts, args, kwargs)
     except PlainScalarError:
         return intercept(kind, func, types, *plain_as_whole(args, kwargs))
     except PendingWriteError:
         if not _finish_own_sum(func, args, kwargs):
             raise
-        planned = _find_plan(func, args, kwargs)
+        planned = _find_plan(func, facts, args, kwargs)
         short = None
     if planned is None:
         return _without_rule(func, args, kwargs)
-    if short is not None and (func not in _dtypes_put_in or type(args[-1]) is tuple):
+    if short is not None and (not facts.key_has_dtypes or type(args[-1]) is tuple):
         _remember(_direct, short, planned.run)
     return planned.run(func, args, kwargs)
 
@@ -129,7 +163,10 @@ def _key_of_entries(func: Callable[..., Any], tensor: DTensor, entries: tuple[An
             key.append(entry)
         else:
             return None
-    if func in _dtypes_put_in:
+    facts = _facts.get(func)
+    if facts is None:
+        return None
+    if facts.key_has_dtypes:
         key.append(tensor.dtype)
     return tuple(key)
 
@@ -142,9 +179,11 @@ def _in_order(func: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any
     return {name: kwargs[name] for name in sorted(kwargs, key=lambda name: places.get(name, len(places)))}
 
 
-def _find_plan(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlannedCall | None:
+def _find_plan(
+    func: Callable[..., Any], facts: OperatorFacts, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> PlannedCall | None:
     key: list[Any] = [func]
-    numbers = func not in _numbers_left_out
+    numbers = not facts.key_ignores_numbers
     for value in args:
         kind = type(value)
         if kind is DTensor:
@@ -157,7 +196,7 @@ def _find_plan(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     for name, value in kwargs.items():
         key.append(name)
         _add_to_key(key, value, numbers)
-    if func in _dtypes_put_in:
+    if facts.key_has_dtypes:
         _add_dtypes(key, (args, *kwargs.values()))
     try:
         return _calls[tuple(key)]
@@ -173,16 +212,14 @@ def _finish_own_sum(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     """Do the pending sum of the tensor that ``func`` is about to write into, where nobody else can see it.
 
     ``x.mean(0).clamp_(min=eps)`` is common in the framework's own optimizers, ``F.relu(x, inplace=True)`` in models:
-    the tensor was made a moment ago. A user's own write into a pending sum, with ``x.relu_()``, is an error.
+    the tensor was made a moment ago. Where another tensor shares the memory, or a gradient is recorded, the write is
+    an error.
     """
     tensor = args[0] if args else None
     if not isinstance(tensor, DTensor):
         return False
     if kwargs.get("inplace") is True:
         return finish_sum_in_place(tensor)
-    caller = sys._getframe(2).f_globals.get("__name__", "")
-    if caller.split(".")[0] not in ("torch", "mindspore"):
-        return False
     is_write = _platform.get_op_name(func).endswith("_")
     return is_write and not tensor.requires_grad and finish_sum_in_place(tensor)
 
@@ -242,31 +279,32 @@ def _add_dtypes(key: list[Any], value: Any) -> None:
             _add_dtypes(key, item)
 
 
-def _find_handler(func: Callable[..., Any]) -> Handler | None:
+def _find_facts(func: Callable[..., Any]) -> OperatorFacts:
     about_graph = _platform.graph_function(func)
     if about_graph is not None:
-        _not_about_values.add(func)
-        return lambda func, args, kwargs: about_graph(*args, **kwargs)
+        return OperatorFacts(lambda func, args, kwargs: about_graph(*args, **kwargs), is_bookkeeping=True)
     if _platform.is_framework_service(func):
-        _not_about_values.add(func)
-        return _run_service
+        return OperatorFacts(_run_service, is_bookkeeping=True)
     name = _platform.get_op_name(func)
     body = _platform.body_of(func)
+    inplace_at = None
     if body is not None and "inplace" in _platform.argument_names(func):
-        _in_place_at[func] = _platform.argument_names(func).index("inplace")
+        inplace_at = _platform.argument_names(func).index("inplace")
+    handler: Handler = _without_rule
     if name in RANDOM_OPS and (body is None or name in RANDOM_BODIES):
-        return functools.partial(_draw, RANDOM_OPS[name])
-    if takes_lists(name):
-        return run_on_lists
-    if name in SPECIAL_OPS:
-        return SPECIAL_OPS[name]
-    if find_rule(name, func) is not None:
-        if ignores_scalars(name):
-            _numbers_left_out.add(func)
-        if depends_on_dtypes(name):
-            _dtypes_put_in.add(func)
-        return None
-    return _without_rule
+        handler = functools.partial(_draw, RANDOM_OPS[name])
+    elif takes_lists(name):
+        handler = run_on_lists
+    elif name in SPECIAL_OPS:
+        handler = SPECIAL_OPS[name]
+    elif find_rule(name, func) is not None:
+        return OperatorFacts(
+            None,
+            key_ignores_numbers=ignores_scalars(name),
+            key_has_dtypes=depends_on_dtypes(name),
+            inplace_at=inplace_at,
+        )
+    return OperatorFacts(handler, inplace_at=inplace_at)
 
 
 def _draw(

@@ -172,7 +172,7 @@ class _Together:
         self.columns = [list(column) for column in zip(*positions, strict=True)]
 
     def _bring_together(self, position: tuple[Any, ...]) -> tuple[Any, ...]:
-        distributed = [tensor._settled() for tensor in position if isinstance(tensor, DTensor)]
+        distributed = [tensor._completed() for tensor in position if isinstance(tensor, DTensor)]
         if not distributed:
             return position
         mesh = None

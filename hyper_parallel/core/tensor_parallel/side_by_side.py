@@ -42,7 +42,7 @@ class SideBySide(DTensor):
         return made
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def _on_operator(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if args and isinstance(args[0], SideBySide):
             name = _platform.get_op_name(func)
@@ -51,11 +51,7 @@ class SideBySide(DTensor):
             if taken is not None:
                 return taken[0] if name in _ONE_RESULT else tuple(taken)
         args, kwargs = _platform.tree_map(_ordered, (args, kwargs))
-        types = [DTensor if kind is SideBySide else kind for kind in types]
-        for kind in types:  # another kind of tensor among the arguments that must look at them
-            if issubclass(kind, DTensor) and kind is not DTensor:
-                return kind.__torch_function__(func, types, args, kwargs)
-        return DTensor.__torch_function__(func, types, args, kwargs)
+        return cls._hand_on(func, types, args, kwargs)
 
     def taken_apart(self, intervals: Sequence[Interval]) -> list[DTensor] | None:
         """What lies in the intervals of the last dim; None unless each is made of whole parts."""
@@ -80,7 +76,7 @@ class SideBySide(DTensor):
             )
         return self._parts
 
-    def _settled(self) -> DTensor:
+    def _completed(self) -> DTensor:
         """The whole as an ordinary tensor. forward: an all-gather of each part; backward: what their gradients need."""
         if self._in_order is None:
             parts = [part.redistribute(self.device_mesh, self._layout.replicated()) for part in self._apart()]
@@ -93,11 +89,11 @@ class SideBySide(DTensor):
     @property
     def data(self) -> Any:
         """The whole, without gradient history; a copy."""
-        return self._settled().data
+        return self._completed().data
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        return self._settled().local_shape
+        return self._completed().local_shape
 
     def register_hook(self, hook: Any) -> Any:
         raise RuntimeError(
@@ -106,10 +102,10 @@ class SideBySide(DTensor):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return self._settled().__deepcopy__(memo)
+        return self._completed().__deepcopy__(memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._settled().__reduce_ex__(protocol)
+        return self._completed().__reduce_ex__(protocol)
 
 
 def _joined(parts: Sequence[DTensor], widths: Sequence[int]) -> DTensor:
@@ -120,7 +116,7 @@ def _joined(parts: Sequence[DTensor], widths: Sequence[int]) -> DTensor:
 
 
 def _ordered(value: Any) -> Any:
-    return value._settled() if isinstance(value, SideBySide) else value
+    return value._completed() if isinstance(value, SideBySide) else value
 
 
 # ---------------------------------------------------------------- which parts an operator asks for

@@ -9,7 +9,7 @@ from typing import Any
 class DTensorType(ABC):
     """A tensor type whose operators can be intercepted; it knows nothing of layouts."""
 
-    #: Whether a subclass of DTensor is asked by ``__torch_function__`` before an operator runs on it.
+    #: Whether a subclass of DTensor is asked by its ``_on_operator`` before an operator runs on it.
     asks_subclasses = False
 
     @staticmethod

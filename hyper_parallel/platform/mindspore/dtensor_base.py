@@ -68,7 +68,7 @@ class DTensorBase(LawfulGradients, Tensor):
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
         """Ask for the gradient; the tensor."""
-        block = self._settled()._local
+        block = self._completed()._local
         if requires_grad:
             block.requires_grad_()
         else:
@@ -119,7 +119,7 @@ class DTensorBase(LawfulGradients, Tensor):
     @grad.setter
     def grad(self, value: Any) -> None:
         if value is not None:
-            value = self.lawful_gradient(value)._settled()._local
+            value = self.lawful_gradient(value)._completed()._local
         private_api.set_grad(self._local, value)
 
     @grad.deleter
@@ -151,7 +151,7 @@ class DTensorBase(LawfulGradients, Tensor):
                 f"the data of a distributed tensor of shape {tuple(self._global_shape)} can only be set to a "
                 f"distributed tensor, got {type(value).__name__}; use distribute_tensor or from_local"
             )
-        self._local.data = value._settled()._local
+        self._local.data = value._completed()._local
         self._layout = value._layout
         self._global_shape = value._global_shape
         self.written()
@@ -239,7 +239,7 @@ def plain_kind(kind: type) -> type:
 def as_dtensor(kind: type, plain: Any, layout: Any, shape: Any) -> Any:
     """A DTensor over the memory and gradient history of ``plain``."""
     if isinstance(plain, DTensorBase):
-        plain = plain._settled()._local
+        plain = plain._completed()._local
     made = _make(kind, plain)
     made._local = plain
     made._layout = layout
@@ -249,7 +249,7 @@ def as_dtensor(kind: type, plain: Any, layout: Any, shape: Any) -> Any:
 
 def local_alias(tensor: Any) -> Any:
     """The block as a plain tensor: the same memory and the same gradient history."""
-    return tensor._settled()._local if isinstance(tensor, DTensorBase) else tensor
+    return tensor._completed()._local if isinstance(tensor, DTensorBase) else tensor
 
 
 def alias(tensor: Any) -> Any:

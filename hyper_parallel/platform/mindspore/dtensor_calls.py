@@ -28,7 +28,7 @@ def _block(value: Any) -> Any:
         blocks = [_block(item) for item in value]
         changed = any(block is not item for block, item in zip(blocks, value, strict=True))
         return type(value)(blocks) if changed else value
-    return value._settled()._local if is_distributed(value) else value
+    return value._completed()._local if is_distributed(value) else value
 
 
 def result_wrapper(

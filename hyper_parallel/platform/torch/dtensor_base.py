@@ -37,7 +37,7 @@ def graph_function(func: Callable[..., Any]) -> Callable[..., Any] | None:
 
 def set_dispatcher(intercept: Callable[..., Any]) -> None:
     """Let ``intercept(kind, func, types, args, kwargs)`` answer every operator that meets a DTensor."""
-    DTensorBase.__torch_function__ = classmethod(intercept)  # type: ignore[assignment]
+    DTensorBase._on_operator = DTensorBase.__torch_function__ = classmethod(intercept)  # type: ignore[assignment]
 
 
 def _attribute(name: str, settable: bool = False) -> property:
@@ -64,6 +64,12 @@ class DTensorBase(LawfulGradients, torch.Tensor):
 
     _layout: Any
     _global_shape: torch.Size
+    _on_operator: Any  # set by :func:`set_dispatcher`; a kind of DTensor that looks at operators first has its own
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "_on_operator" in vars(cls):
+            cls.__torch_function__ = vars(cls)["_on_operator"]
 
     dtype = _attribute("dtype")
     device = _attribute("device")
