@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import itertools
 import os
 import pickle
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from hyper_parallel.core.distributed_checkpoint.agreement import Agreement
@@ -21,10 +20,10 @@ from hyper_parallel.core.distributed_checkpoint.filesystem import FileSystemWrit
 from hyper_parallel.core.distributed_checkpoint.index_file import CheckpointIndex, decode_index
 from hyper_parallel.core.distributed_checkpoint.make_index import index_by_arithmetic, index_of_plans
 from hyper_parallel.core.distributed_checkpoint.metadata import Metadata
-from hyper_parallel.core.distributed_checkpoint.planner import SavePlan, SavePlanner
+from hyper_parallel.core.distributed_checkpoint.planner import SavePlanner
 from hyper_parallel.core.distributed_checkpoint.save import KnownPlan, PreparedSave, Question, prepare_save, stage
 from hyper_parallel.core.distributed_checkpoint.shard_file import Buffer, RankReport, WrittenItem
-from hyper_parallel.core.distributed_checkpoint.staging import Copying
+from hyper_parallel.core.distributed_checkpoint.staging import copy_to_shared_memory
 from hyper_parallel.core.distributed_checkpoint.storage import (
     METADATA_FILE,
     CheckpointId,
@@ -49,21 +48,17 @@ def async_save(
     no_dist: bool = False,
     use_collectives: bool = True,
     if_busy: str = "wait",
-    copy_first: bool = False,
 ) -> AsyncSave:
     """Write a checkpoint in the background, as :func:`save` does; every rank calls it with its own part of the state.
 
-    Training may go on and change the state as soon as this returns: when it is copied to memory of the host, or, on a
-    CPU where Linux can do so, when its pages are guarded, so that who writes to one that is not copied yet waits for
-    that. ``copy_first=True`` always copies.
-
-    A process beside each rank writes it, agrees with the others, and commits. If that fails on any rank, the previous
-    checkpoint stays, and the error is raised on every rank by ``result()`` of the handle, or, where nobody asked, by
-    the next ``async_save``. While a save is running, another one waits for it, or is refused with
+    Training may go on and change the state as soon as this returns: it is copied to memory of the host by then. A
+    process beside each rank writes it from there, agrees with the others, and commits. If that fails on any rank, the
+    previous checkpoint stays, and the error is raised on every rank by ``result()`` of the handle, or, where nobody
+    asked, by the next ``async_save``. While a save is running, another one waits for it, or is refused with
     ``if_busy="refuse"``.
 
-    The memory is kept for the next save. A program that ends waits for its last save; one that is killed leaves a
-    checkpoint that is whole or absent.
+    The memory is kept for the next save. A program that ends waits for its last save; what one that is killed had
+    handed over when this returned is written all the same.
     """
     if if_busy not in ("wait", "refuse"):
         raise ValueError(f"if_busy is 'wait' or 'refuse', got {if_busy!r}")
@@ -73,7 +68,7 @@ def async_save(
         storage_writer = storage_writer if storage_writer is not None else default_writer(checkpoint_id)
         real_writer = _packed_writer(storage_writer)
         place = absolute_path(checkpoint_id) if isinstance(storage_writer, FileSystemWriter) else checkpoint_id
-        with background.turn():
+        with background.turn:
             if if_busy == "wait":
                 background.wait_for_last()
             prepared = prepare_save(
@@ -84,11 +79,10 @@ def async_save(
                 agreement,
                 background.readiness(),
                 background.known_plan,
-                lambda planner, plan: background.begin_copy(planner, plan, copy_first),
             )
             background.make_ready(agreement, *prepared.decision)
             handle = AsyncSave(background, prepared, checkpoint_id)
-            background.start(handle, prepared, real_writer, place, copy_first)
+            background.start(handle, prepared, real_writer, place)
             return handle
     finally:
         agreement.close()
@@ -144,22 +138,15 @@ class AsyncSave:
 
 
 class _Background:
-    """Saves of one group of ranks, one after the other.
-
-    Note [The copy does not wait for the other ranks]
-    The ranks must agree before a save: on who writes what, and that nobody is still busy or has lost its writer. From
-    the second save on each of them guesses the answer, which is nearly always that of the last time, and copies while
-    the messages travel. If the guess was wrong, the copy is made again.
-    """
+    """Saves of one group of ranks, one after the other; one thread starts a save at a time (:attr:`turn`)."""
 
     _all: ClassVar[dict[Any, _Background]] = {}
     _looking: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self.turn = threading.Lock()
         self._process: WriterProcess | None = None
         self._handle: AsyncSave | None = None
-        self._copying: Copying | None = None
         self.known_plan: KnownPlan | None = None
         self._index: tuple[str, bytes] | None = None
 
@@ -180,16 +167,6 @@ class _Background:
                     cls._all.pop(old).finish()
             cls._all[key] = cls()
         return cls._all[key]
-
-    @contextlib.contextmanager
-    def turn(self) -> Iterator[None]:
-        """One thread starts a save at a time; a copy that it has begun ends with its turn, wanted or not."""
-        with self._lock:
-            self._forget_copy()  # The last turn may have been interrupted while it waited for this.
-            try:
-                yield
-            finally:
-                self._forget_copy()
 
     def wait_for_last(self) -> None:
         """Wait for the save before, if there is one."""
@@ -232,49 +209,22 @@ class _Background:
         if self._process is None:
             self._process = WriterProcess(agreement)
 
-    def begin_copy(self, planner: SavePlanner, plan: SavePlan, copy_first: bool) -> None:
-        """Copy what a plan says, before the ranks have agreed on it."""
-        process = self._process
-        if process is not None and not process.is_broken and not process.is_busy:
-            with process.whole(), contextlib.suppress(Exception):  # It will come again, when it can be told.
-                self._copying = Copying(stage(planner, plan, copy=False), process, copy_first)
-
-    def _forget_copy(self) -> None:
-        if self._copying is not None:
-            self._copying.give_up()
-            self._copying = None
-
-    def start(
-        self, handle: AsyncSave, prepared: PreparedSave, writer: bytes, place: CheckpointId, copy_first: bool
-    ) -> None:
-        """Copy or guard the bytes and hand them to the writer. An error here is one of the save: all ranks hear it."""
+    def start(self, handle: AsyncSave, prepared: PreparedSave, writer: bytes, place: CheckpointId) -> None:
+        """Copy the bytes and hand them to the writer. An error here is one of the save: all ranks hear it."""
         process = self._process
         assert process is not None
-        with process.whole():
-            job = self._job(process, prepared, writer, place, copy_first)
-            process.start_job(job)
+        with process.ends_writer_if_interrupted():
+            process.start_job(self._job(process, prepared, writer, place))
             self._handle = handle
-            if "failure" not in job:
-                self._copying = None  # What is guarded may still be copied, by the writer that does the job then.
 
     def _job(
-        self, process: WriterProcess, prepared: PreparedSave, writer: bytes, place: CheckpointId, copy_first: bool
+        self, process: WriterProcess, prepared: PreparedSave, writer: bytes, place: CheckpointId
     ) -> dict[str, Any]:
-        job: dict[str, Any] = {
-            "save_name": prepared.save_name,
-            "checkpoint_id": place,
-            "writer": writer,
-            "is_guarded": False,
-        }
-        is_as_before = prepared.known is not None and prepared.known is self.known_plan
+        job: dict[str, Any] = {"save_name": prepared.save_name, "checkpoint_id": place, "writer": writer}
         self.known_plan = prepared.known
-        copying = self._copying
         try:
-            if not is_as_before or copying is None or copying.process is not process:
-                self._forget_copy()
-                staged = stage(prepared.planner, prepared.plan, copy=False)
-                self._copying = copying = Copying(staged, process, copy_first)
-            job |= {"items": copying.finish(), "is_guarded": copying.is_guarded}
+            staged = stage(prepared.planner, prepared.plan, copy=False)
+            job["items"] = copy_to_shared_memory(staged, process.memory)
             if prepared.agreement.is_coordinator:
                 job["index"] = self._index_of(prepared)
         except Exception as error:

@@ -7,8 +7,8 @@ becomes readable, at once and never before. So
 
 - a rank waits for its writer's answer until the answer, or the writer's end, arrives;
 - a writer waits for its rank's jobs until one, or the rank's end, arrives; a job that it has begun it finishes, also
-  without the rank, since the bytes are in shared memory: the checkpoint is then whole. Only bytes that it was still
-  copying from the rank (``page_guard.py``) are gone with it, and the save fails;
+  without the rank, since the bytes are in shared memory: the checkpoint is then whole. So is one whose rank ended
+  before its writer had started, since what a process has said stays in the socket when it ends;
 - writers wait for each other until a message, or the end of a connection, arrives. Each end of these connections is
   open in one process only: a rank closes its own as soon as its writer has it. Keep-alive probes, which the kernel
   answers however busy the process is, find hosts that vanished.
@@ -31,15 +31,13 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
-from io import FileIO
+from collections.abc import Iterator
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hyper_parallel.core.distributed_checkpoint.agreement import Agreement
 from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError
-from hyper_parallel.core.distributed_checkpoint.page_guard import Guard, Part, Span
 from hyper_parallel.core.distributed_checkpoint.shared_memory import SharedMemory
 from hyper_parallel.core.distributed_checkpoint.writer_process import HELLO, hand_over, receive_message
 
@@ -80,7 +78,6 @@ class WriterProcess:
         self._answer: Any = None
         self.is_busy = False
         self.is_broken = False
-        self.can_guard = False  # until the writer says that it can copy from this process, see ``page_guard.py``
         self._process: subprocess.Popen[bytes] | None = None
         self._ended = -1
         self._token = b""
@@ -109,29 +106,6 @@ class WriterProcess:
             self._memory = SharedMemory(num_bytes)
             self._send(("memory", self._memory.size), (self._memory.file,))
         return self._memory
-
-    def copy_guarded(self, parts: Sequence[Part]) -> tuple[FileIO, FileIO]:
-        """Protect pages of this process for the writer to copy; it has the guard then, and this process not.
-
-        Two files: the writer copies what somebody waits for, and all the rest when it gets ``BEGIN`` from the first; on
-        anything else it lets go. The second ends when it is done or gone. OSError if there is no protection.
-        """
-        say = done = None
-        try:
-            with contextlib.ExitStack() as opened:
-                opened.enter_context(_no_forks)
-                guard = opened.enter_context(contextlib.closing(Guard([Span(*part[:2]) for part in parts])))
-                begin, say = _pipe()
-                done, copied = _pipe()
-                files = guard.file, opened.enter_context(begin).fileno(), opened.enter_context(copied).fileno()
-                self._send(("copy", [tuple(part) for part in parts]), files)
-                guard.protect()
-        except OSError:
-            if say is not None and done is not None:
-                say.close()
-                wait_for_end(done)
-            raise
-        return say, done
 
     # ---------------------------------------------------------------- jobs
 
@@ -183,17 +157,13 @@ class WriterProcess:
 
     def _take_answer(self) -> None:
         try:
-            with self.whole():
+            with self.ends_writer_if_interrupted():
                 # Also when it has ended: it may have answered before.
                 answer = receive_message(self._control, self._ended)[0]
         except Exception as error:  # ParentGone, EOFError, ConnectionResetError: all the same
             del error
             answer = ("failed", ("lost", self._obituary(self._how_it_ended())))
-        kind, value = answer
-        if kind == "ready":
-            self.can_guard = value
-            return
-        self._end_job(kind, value)
+        self._end_job(*answer)
 
     def _end_job(self, kind: str, value: Any) -> None:
         self._answer = kind, value
@@ -220,7 +190,7 @@ class WriterProcess:
     # ---------------------------------------------------------------- the end
 
     @contextlib.contextmanager
-    def whole(self) -> Iterator[None]:
+    def ends_writer_if_interrupted(self) -> Iterator[None]:
         """What is interrupted in here, by Ctrl-C say, nobody can go on with: the writer ends, so that none waits."""
         try:
             yield
@@ -254,36 +224,27 @@ class WriterProcess:
             self._memory = None
 
 
-def wait_for_end(pipe: FileIO) -> None:
-    """Until all who can write to the pipe have closed it; then it is closed here too."""
-    with pipe:
-        pipe.read()
-
-
-def _pipe() -> tuple[FileIO, FileIO]:
-    reading, writing = os.pipe()
-    return FileIO(reading), FileIO(writing, "w")
-
-
 def _start(ends: dict[str, socket.socket | None], rank: int, world_size: int, token: bytes) -> subprocess.Popen[bytes]:
     numbers = {name: None if end is None else end.fileno() for name, end in ends.items()}
-    setup = {
+    setup: dict[str, Any] = {
         **numbers,
-        "parent": os.getpid(),
-        "address": id(None),
+        "parent": os.pidfd_open(os.getpid()),
         "rank": rank,
         "world_size": world_size,
         "token": token.hex(),
     }
     package = str(Path(__file__).resolve().parents[3])
     path = [package, *(entry for entry in sys.path if entry)]
-    return subprocess.Popen(
-        [sys.executable, "-m", _WRITER, json.dumps(setup)],
-        pass_fds=[number for number in numbers.values() if number is not None],
-        stdin=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
-        start_new_session=True,
-    )
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-m", _WRITER, json.dumps(setup)],
+            pass_fds=[setup["parent"], *(number for number in numbers.values() if number is not None)],
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
+            start_new_session=True,
+        )
+    finally:
+        os.close(setup["parent"])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

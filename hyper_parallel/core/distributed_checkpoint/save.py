@@ -101,12 +101,10 @@ def prepare_save(
     agreement: Agreement,
     question: Question | None = None,
     known: KnownPlan | None = None,
-    expect: Callable[[SavePlanner, SavePlan], None] = lambda planner, plan: None,
 ) -> PreparedSave:
     """Plan on every rank, and open the place to write to; with a ``question``, its answer comes along.
 
-    Where this rank holds what it held in a save before, whose plan is ``known``, ``expect`` is called with that plan
-    before the ranks agree. It is the one that is returned if all of them find so.
+    Where all ranks hold what they held in a save before, whose plan is ``known``, that one is returned.
     """
     planner = planner if planner is not None else StandardSavePlanner()
     writer = storage_writer if storage_writer is not None else default_writer(checkpoint_id)
@@ -122,11 +120,7 @@ def prepare_save(
         if type(planner) is not StandardSavePlanner:
             return None
         own_specs = planner.specs
-        if known is None or own_specs != known.own_specs:
-            return None
-        planner.set_specs(known.specs)
-        expect(planner, known.plan)
-        return known.save_name
+        return known.save_name if known is not None and own_specs == known.own_specs else None
 
     def look_at_state() -> Any:
         stateful = stateful_in(state_dict)
@@ -170,11 +164,10 @@ def prepare_save(
         is_uniform, is_as_before = answer
         if is_as_before:
             assert known is not None
+            planner.set_specs(known.specs)
             return PreparedSave(
                 agreement, writer, planner, save_name, known.plan, known.specs, known, decision=decision
             )
-        if own_specs is not None:
-            planner.set_specs(own_specs)
         if not is_uniform:  # The ranks hold different things: one more message, so that each knows who holds what.
             planner.set_specs(agreement.round("saving (planning)", lambda: planner.specs, merge_specs))
         plan = planner.finalize_plan(planner.build_local_plan())

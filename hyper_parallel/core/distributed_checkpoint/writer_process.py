@@ -1,9 +1,8 @@
 """The process that writes checkpoints in the background, one beside every rank. It never imports a framework.
 
-It gets jobs from its rank (the *parent*) over a socket, with the bytes in shared memory, or in guarded pages of the
-parent (``page_guard.py``) to be copied there first. It agrees with the writer processes of the other ranks over
-connections of its own, a star around that of rank 0, so that training is not disturbed. See Note [Slow is not dead] in
-``background.py``.
+It gets jobs from its rank (the *parent*) over a socket, with the bytes in shared memory. It agrees with the writer
+processes of the other ranks over connections of its own, a star around that of rank 0, so that training is not
+disturbed. See Note [Slow is not dead] in ``background.py``.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from hyper_parallel.core.distributed_checkpoint.agreement import COORDINATOR, Ag
 from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError, CorruptCheckpointError, LostRankError
 from hyper_parallel.core.distributed_checkpoint.index_file import CheckpointIndex, StoredObject, encode_index
 from hyper_parallel.core.distributed_checkpoint.metadata import MetadataIndex
-from hyper_parallel.core.distributed_checkpoint.page_guard import Part, can_copy_from, copy_guarded
 from hyper_parallel.core.distributed_checkpoint.shard_file import RankReport, StagedItem, write_shards
 
 _LENGTH = struct.Struct("<Q")
@@ -224,11 +222,9 @@ def complete_index(
 def serve(setup: dict[str, Any]) -> None:
     """Do one job after the other until the parent closes the connection or ends; a job that has begun is finished."""
     control = socket.socket(fileno=setup["control"])
-    parent = _watch(setup["parent"])
+    parent: int = setup["parent"]  # a file that is readable when the parent has ended
     links: dict[int, socket.socket] = {}
     memory: Memory | None = None
-    failure: str | None = None
-    _say(control, ("ready", can_copy_from(setup["parent"], setup["address"])))
     try:
         if setup["listener"] is not None:
             links = _accept(socket.socket(fileno=setup["listener"]), setup, parent)
@@ -239,28 +235,10 @@ def serve(setup: dict[str, Any]) -> None:
             if kind == "memory":
                 memory = None  # before the new one: only one of them at a time
                 memory = Memory(files[0], value)
-            elif kind == "copy":
-                failure = _copy(value, memory, setup["parent"], parent, files)
             else:
-                if value["is_guarded"] and failure is not None:
-                    value["failure"] = failure
                 _say(control, _gently(_answer, value, memory, setup, links))
     except (EOFError, ParentGone):
         pass
-
-
-def _copy(parts: list[tuple[int, ...]], memory: Memory | None, parent: int, ended: int, files: list[int]) -> str | None:
-    """Copy what is guarded, and let the parent know that it is done; why not, if it could not be done."""
-    assert memory is not None
-    guard, word, _ = files
-    try:
-        copy_guarded(guard, word, parent, ended, [Part(*part) for part in parts], memory.array.ctypes.data)
-        return None
-    except CheckpointError as error:
-        return str(error)
-    finally:
-        for file in files:  # The last one ends the parent's wait.
-            os.close(file)
 
 
 def _say(control: socket.socket, message: Any) -> None:
@@ -285,14 +263,6 @@ def _answer(job: dict[str, Any], memory: Memory | None, setup: dict[str, Any], l
         kind = "lost" if isinstance(error, LostRankError) else kind
         text = str(error) if isinstance(error, CheckpointError) else f"saving failed: {type(error).__name__}: {error}"
         return "failed", (kind, text)
-
-
-def _watch(parent: int) -> int:
-    """A file that is readable when the parent has ended."""
-    watched = os.pidfd_open(parent)
-    if os.getppid() != parent:  # It had ended before, and the number may be somebody else's.
-        raise SystemExit
-    return watched
 
 
 def _accept(listener: socket.socket, setup: dict[str, Any], parent: int) -> dict[int, socket.socket]:
