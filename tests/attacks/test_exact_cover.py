@@ -1,4 +1,4 @@
-"""Boxes that cover a tensor each element once are told from all others, against counting, and fast where they lie badly."""
+"""Boxes that cover a tensor, each element once, are told from all others: as counting tells them, and fast."""
 
 from __future__ import annotations
 
