@@ -7,6 +7,7 @@ Note [How two processes get to know each other]
         listener    greeting, nonce
         caller      length of its card (4), card (JSON), proof (32)
         listener    proof; or zeros, and the connection ends
+        caller      a last byte: it has not given up meanwhile
 
     A proof is an HMAC (SHA-256) under the secret. It covers who speaks, so that none can be sent back to its author;
     both nonces, which are fresh, so that none can be used again; the card; and the door: the listener's end as both
@@ -40,12 +41,13 @@ import time
 from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
 
-__all__ = ["CARD_BYTES", "Caller", "Reception", "Refused", "introduce"]
+__all__ = ["CARD_BYTES", "Caller", "Reception", "Refused", "introduce", "receive_exactly", "unmapped"]
 
 CARD_BYTES = 64 * 1024
 _LENGTH = struct.Struct("<I")
 _GREETING, _NONCE, _PROOF = 16, 32, 32  # their bytes
 _REFUSAL = bytes(_PROOF)
+_STILL_THERE = b"!"
 _NUM_ACCEPTED = 64  # before those who are there already are heard again
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _NO_LISTENER = (errno.EBADF, errno.EINVAL, errno.ENOTSOCK, errno.EOPNOTSUPP)
@@ -184,7 +186,7 @@ class Reception:
             if len(self._half_way) >= self._capacity:
                 self._send_away(self._oldest()[0])
             connection.setblocking(False)
-            caller = _HalfWay(connection, str(address[0]), time.monotonic() + self._patience)
+            caller = _HalfWay(connection, unmapped(address[0]), time.monotonic() + self._patience)
             self._half_way[caller] = None
             self._selector.register(connection, selectors.EVENT_READ, caller)
             caller.talk = self._talk(caller)
@@ -242,6 +244,8 @@ class Reception:
         if not isinstance(content, dict):
             raise _Stranger
         _say(caller.socket, _proof(self._secret, b"listener", covered))
+        if (yield len(_STILL_THERE)) != _STILL_THERE:
+            raise _Stranger
         return content
 
 
@@ -272,17 +276,18 @@ def introduce(
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     try:
         sock.sendall(greeting + ours)
-        if _receive(sock, _GREETING, end) != greeting:
+        if receive_exactly(sock, _GREETING, end) != greeting:
             raise ConnectionError(f"whoever listens at {where} does not know the name that was called")
-        theirs = _receive(sock, _NONCE, end)
+        theirs = receive_exactly(sock, _NONCE, end)
         if admits is not None and not admits(sock):
             raise Refused(f"whoever listens at {where} knows the name, but is not admitted")
         covered = _covered(greeting, ours, theirs, door, text)
         sock.sendall(_LENGTH.pack(len(text)) + text + _proof(secret, b"caller", covered))
-        answer = _receive(sock, _PROOF, end)
+        answer = receive_exactly(sock, _PROOF, end)
         if not hmac.compare_digest(answer, _proof(secret, b"listener", covered)):
             how = "refused this caller" if answer == _REFUSAL else "does not know the secret"
             raise Refused(f"whoever listens at {where} knows the name, but {how}")
+        sock.sendall(_STILL_THERE)
     except (ConnectionResetError, BrokenPipeError, EOFError):
         raise ConnectionError(f"whoever listens at {where} hung up") from None
     except TimeoutError:
@@ -301,8 +306,7 @@ def _greeting(name: str) -> bytes:
 
 def _covered(greeting: bytes, of_caller: bytes, of_listener: bytes, door: tuple[Any, ...], card: bytes) -> bytes:
     """What a proof covers besides who speaks; all parts but the last two have one length."""
-    address = ipaddress.ip_address(door[0].partition("%")[0])
-    address = getattr(address, "ipv4_mapped", None) or address
+    address = ipaddress.ip_address(unmapped(door[0]).partition("%")[0])
     where = f"{address if address.is_loopback else address.version} {door[1]}".encode()
     return greeting + of_caller + of_listener + _LENGTH.pack(len(where)) + where + card
 
@@ -316,7 +320,8 @@ def _say(connection: socket.socket, data: bytes) -> None:
         raise _Stranger
 
 
-def _receive(sock: socket.socket, num_bytes: int, end: float) -> bytes:
+def receive_exactly(sock: socket.socket, num_bytes: int, end: float) -> bytes:
+    """The next bytes; EOFError where the other side has closed, TimeoutError at ``end`` of the monotonic clock."""
     received = bytearray()
     while len(received) < num_bytes:
         left = end - time.monotonic()
@@ -328,6 +333,11 @@ def _receive(sock: socket.socket, num_bytes: int, end: float) -> bytes:
             raise EOFError
         received += piece
     return bytes(received)
+
+
+def unmapped(address: str) -> str:
+    """The address of IPv4 that one of IPv6 may stand for."""
+    return address.removeprefix("::ffff:") if "." in address else address
 
 
 def _shown(address: tuple[Any, ...]) -> str:

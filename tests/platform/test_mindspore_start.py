@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import os
 import re
 import signal
 import socket
 import subprocess
 import sys
+import time
 import warnings
 from pathlib import Path
 
 import mindspore
 import pytest
 
-from hyper_parallel.platform.mindspore import private_api, start
+from hyper_parallel.platform import reception
+from hyper_parallel.platform.mindspore import groups, private_api, start
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
@@ -88,6 +91,48 @@ def test_plain_processes_and_a_killed_one(program):
     for rank in (0, 2):
         assert f"rank {rank} raised: all_reduce on rank {rank} cannot end: rank 1 (process " in said[rank]
         assert "has died" in said[rank]
+
+
+def test_a_world_with_a_secret_is_made_among_strangers(program):
+    """Somebody who knows all but the secret calls all the time, from before rank 1 comes."""
+    port = free_port()
+    names = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    processes = []
+    answers = []
+    while not processes or processes[0].poll() is None:
+        if len(processes) == 0 or (len(processes) == 1 and "refused" in answers):
+            shown = environment(RANK=str(len(processes)), **names, HYPER_PARALLEL_SECRET="known to the ranks alone")
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+            processes.append(subprocess.Popen([sys.executable, program], env=shown, **pipes))
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0) as stranger:
+            try:
+                reception.introduce(stranger, b"", f"world-0--127.0.0.1-{port}/2/rank 0", {"rank": 1})
+                answers.append("taken")
+            except reception.Refused:
+                answers.append("refused")
+        time.sleep(0.001)
+    said = [process.communicate(timeout=LONG) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], said
+    assert set(answers) == {"refused"}
+    assert said[0][1].count("rank 0 sent somebody away: a caller from 127.0.0.1 knows the name, but does not know") == 1
+    for rank in range(2):
+        assert f"rank {rank} of 2: [3.0, 3.0]" in said[rank][0]
+        assert f"rank {rank} came back" in said[rank][0]
+
+
+def test_a_secret_that_others_can_read_is_refused(program, tmp_path):
+    path = tmp_path / "secret"
+    path.write_text("known to the ranks alone")
+    path.chmod(0o644)
+    names = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    shown = environment(**names, HYPER_PARALLEL_SECRET_FILE=str(path))
+    done = subprocess.run([sys.executable, program], env=shown, capture_output=True, text=True, timeout=LONG)
+    assert f"ValueError: HYPER_PARALLEL_SECRET_FILE={path} has the mode 0644" in done.stderr
+
+
+def test_an_address_of_ipv6_has_brackets_in_a_url():
+    assert groups._whereabouts("tcp://[::1]:29500", 0, 1) == (0, 1, "::1", 29500)
+    assert groups._whereabouts("tcp://localhost:29500", 0, 1) == (0, 1, "localhost", 29500)
 
 
 def test_torchrun(program):

@@ -158,6 +158,7 @@ def _whereabouts(init_method: str | None, rank: int, world_size: int) -> tuple[i
     if init_method not in (None, "env://"):
         scheme, _, place = str(init_method).partition("://")
         address, _, port = place.rpartition(":")
+        address = address.removeprefix("[").removesuffix("]")  # around an address of IPv6
         if scheme != "tcp" or not address or not port.isdigit():
             raise ValueError(
                 f"init_process_group: init_method {init_method!r} must be 'tcp://host:port', or 'env://' to take "

@@ -31,6 +31,7 @@ from hyper_parallel.platform.host_collectives import HostGroup, reduce_arrays
 from hyper_parallel.platform.host_transport import HostTransport
 from hyper_parallel.platform.mindspore import start
 from hyper_parallel.platform.mindspore.memory import bytes_of, copy_into, from_array, memory_of, numpy_type
+from hyper_parallel.platform.world_secret import find_secret
 
 __all__ = ["AscendWire", "HostWire", "Pending", "get_wire"]
 
@@ -80,13 +81,17 @@ class HostWire:
                 f"init_process_group: backend {backend!r} does not exist on a CPU; use 'tcp', or 'mccl' to join "
                 "MindSpore's own world too"
             )
-        self._transport = HostTransport(rank, world_size, address, port, name, timeout.total_seconds())
+        self._transport = HostTransport(rank, world_size, address, port, name, timeout.total_seconds(), find_secret())
         self.backend = backend or "tcp"
         world = HostGroup(self._transport, range(world_size), name)
         if backend == "mccl":
             from hyper_parallel.platform.mindspore import mccl
 
-            mccl.join(world, rank, world_size, address, timeout)
+            try:
+                mccl.join(world, rank, world_size, address, timeout)
+            except BaseException:
+                self.leave()
+                raise
         return world
 
     def leave(self) -> None:
