@@ -13,7 +13,7 @@ Note [How two processes get to know each other]
     both nonces, which are fresh, so that none can be used again; the card; and the door: the listener's end as both
     sides see it. A stranger on another port of the host who hands a call on to the listener, to stay in between, has
     called at another door than the caller. The door is the port and the version of IP, and the address where that is
-    loopback; other addresses may be translated on the way.
+    loopback; other addresses may be translated on the way. The door of a Unix socket is its name.
 
     An empty secret proves nothing: ``admits`` says then by other means who is at the other end (``peer_user.py``).
     What follows on the connection is neither signed nor encrypted.
@@ -186,7 +186,8 @@ class Reception:
             if len(self._half_way) >= self._capacity:
                 self._send_away(self._oldest()[0])
             connection.setblocking(False)
-            caller = _HalfWay(connection, unmapped(address[0]), time.monotonic() + self._patience)
+            where = unmapped(address[0]) if isinstance(address, tuple) else "this host"
+            caller = _HalfWay(connection, where, time.monotonic() + self._patience)
             self._half_way[caller] = None
             self._selector.register(connection, selectors.EVENT_READ, caller)
             caller.talk = self._talk(caller)
@@ -221,7 +222,7 @@ class Reception:
         if (yield _GREETING) != self._greeting:
             raise _Stranger
         theirs, ours = (yield _NONCE), os.urandom(_NONCE)
-        caller.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _send_at_once(caller.socket)
         _say(caller.socket, self._greeting + ours)
         (length,) = _LENGTH.unpack((yield _LENGTH.size))
         if length > CARD_BYTES:
@@ -273,7 +274,7 @@ def introduce(
     where = _shown(door)
     if door == sock.getsockname():  # Loopback connects a port that it tries, and on which nobody listens, to itself.
         raise ConnectionError(f"nobody listens at {where}")
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    _send_at_once(sock)
     try:
         sock.sendall(greeting + ours)
         if receive_exactly(sock, _GREETING, end) != greeting:
@@ -304,15 +305,23 @@ def _greeting(name: str) -> bytes:
     return b"\xff" + hashlib.blake2b(f"hyper_parallel/2/{name}".encode(), digest_size=_GREETING - 1).digest()
 
 
-def _covered(greeting: bytes, of_caller: bytes, of_listener: bytes, door: tuple[Any, ...], card: bytes) -> bytes:
+def _covered(greeting: bytes, of_caller: bytes, of_listener: bytes, door: Any, card: bytes) -> bytes:
     """What a proof covers besides who speaks; all parts but the last two have one length."""
-    address = ipaddress.ip_address(unmapped(door[0]).partition("%")[0])
-    where = f"{address if address.is_loopback else address.version} {door[1]}".encode()
+    if isinstance(door, tuple):
+        address = ipaddress.ip_address(unmapped(door[0]).partition("%")[0])
+        where = f"{address if address.is_loopback else address.version} {door[1]}".encode()
+    else:
+        where = b"unix " + os.fsencode(door)
     return greeting + of_caller + of_listener + _LENGTH.pack(len(where)) + where + card
 
 
 def _proof(secret: bytes, role: bytes, covered: bytes) -> bytes:
     return hmac.digest(secret, b"hyper_parallel " + role + b"\0" + covered, "sha256")
+
+
+def _send_at_once(sock: socket.socket) -> None:
+    if sock.family != socket.AF_UNIX:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def _say(connection: socket.socket, data: bytes) -> None:
@@ -340,5 +349,7 @@ def unmapped(address: str) -> str:
     return address.removeprefix("::ffff:") if "." in address else address
 
 
-def _shown(address: tuple[Any, ...]) -> str:
+def _shown(address: Any) -> str:
+    if not isinstance(address, tuple):
+        return f"'{os.fsdecode(address)}'"
     return f"[{address[0]}]:{address[1]}" if ":" in address[0] else f"{address[0]}:{address[1]}"
