@@ -270,7 +270,8 @@ def test_from_torch(tmp_path, worlds):
     for path, content in whole.items():
         path.write_bytes(content.replace(b"PK", b"XX"))
     problems = _run("verify", tmp_path / "unsafe", status=1)
-    assert "cannot be loaded: BadZipFile" in problems and "is not a tensor that torch wrote: BadZipFile" in problems
+    for what in ("cannot be loaded", "is not a tensor that torch wrote"):
+        assert f"{what}: it does not end like an archive of torch's" in problems
     for path, content in whole.items():
         path.write_bytes(content)
     assert "no checksums" in _run("verify", tmp_path / "unsafe")

@@ -7,6 +7,8 @@ import typer
 from hyper_parallel.cli.ckpt.reading import Place, checkpoint_module, open_checkpoint, tensor_bytes
 from hyper_parallel.cli.ckpt.terminal import progress_bar, say, shown_errors
 
+_STEP = 16 << 20  # bytes that are read at a time
+
 
 def verify(place: Place) -> None:
     """Read every byte and compare it with the checksums; one line for each problem, and status 1, if there are any."""
@@ -28,7 +30,7 @@ def verify(place: Place) -> None:
 
 def _read_everything(place: str, progress: Callable[[int, int], None]) -> list[str]:
     """For kinds without checksums: whether all that should be there is."""
-    errors = checkpoint_module("errors")
+    errors, split_box = checkpoint_module("errors"), checkpoint_module("rewrite").split_box
     problems = []
     try:
         with open_checkpoint(place) as source:
@@ -36,8 +38,9 @@ def _read_everything(place: str, progress: Callable[[int, int], None]) -> list[s
             total, done = sum(tensor_bytes(*one) for one in known.values()), 0
             for name, one in known.items():
                 try:
-                    for offsets, sizes in source.boxes(name):
-                        source.view(name, offsets, sizes).tobytes()
+                    for box in source.boxes(name):
+                        for offsets, sizes in split_box(box, tensor_bytes((), one[1]), _STEP):
+                            source.view(name, offsets, sizes).tobytes()
                 except errors.CorruptCheckpointError as error:
                     problems.append(str(error))
                 done += tensor_bytes(*one)

@@ -25,6 +25,12 @@ def load_torch(
 
     def work() -> None:
         source = TorchCheckpoint(folder)
+        try:
+            fill(source)
+        finally:
+            source.close()
+
+    def fill(source: TorchCheckpoint) -> None:
         known, objects = source.known(), source.objects()
         leaves = flatten(state_dict)
         missing = [f"'{name}'" for name in leaves if name not in known and name not in objects]

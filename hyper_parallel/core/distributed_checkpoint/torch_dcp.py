@@ -1,181 +1,42 @@
 """Checkpoints that torch.distributed.checkpoint wrote, read without PyTorch and without running what is in pickles.
 
-Such a checkpoint is a pickle of its metadata and files of tensors as ``torch.save`` writes them. Both are read by an
-unpickler that knows the few classes that belong there and refuses all others, so a file cannot make this program run
-code of its own. Objects that are more than plain data are loaded only when asked, by the pickle module itself.
+Such a checkpoint is a pickle of its metadata and files of tensors as ``torch.save`` writes them, archives that hold a
+pickle and the memory of tensors. Pickles are read by an interpreter of our own (``torch_pickle.py``) that knows the few
+names that belong there, so a file cannot make this program run code of its own. Objects that are more than plain data
+are loaded only when asked, by the pickle module itself.
 """
 
 from __future__ import annotations
 
-import collections
-import io
-import mmap
+import math
 import os
-import pathlib
 import pickle
-import zipfile
-from collections.abc import Callable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from hyper_parallel.core.distributed_checkpoint.chunks import Box, overlap
 from hyper_parallel.core.distributed_checkpoint.errors import CorruptCheckpointError
-from hyper_parallel.core.distributed_checkpoint.metadata import dtype_name, dtype_size
+from hyper_parallel.core.distributed_checkpoint.file_boxes import FileBoxes
+from hyper_parallel.core.distributed_checkpoint.metadata import dtype_size
+from hyper_parallel.core.distributed_checkpoint.regular_files import open_regular, read_regular
+from hyper_parallel.core.distributed_checkpoint.shown_text import shown
 from hyper_parallel.core.distributed_checkpoint.stored_files import RAW_DTYPES
+from hyper_parallel.core.distributed_checkpoint.torch_archive import Archive
+from hyper_parallel.core.distributed_checkpoint.torch_globals import TensorPart, known_global, stored_part
+from hyper_parallel.core.distributed_checkpoint.torch_metadata import Place, TorchTensor, read_metadata
+from hyper_parallel.core.distributed_checkpoint.torch_pickle import read_pickle
+from hyper_parallel.core.distributed_checkpoint.torch_plain import check_plain
+from hyper_parallel.core.distributed_checkpoint.torch_records import TensorInside, UnsafePickle
 
 METADATA_FILE = ".metadata"
 
-_PLAIN = {
-    ("collections", "OrderedDict"): collections.OrderedDict,
-    ("collections", "defaultdict"): collections.defaultdict,
-    ("collections", "Counter"): collections.Counter,
-    ("collections", "deque"): collections.deque,
-    ("builtins", "set"): set,
-    ("builtins", "frozenset"): frozenset,
-    ("builtins", "complex"): complex,
-    ("builtins", "bytearray"): bytearray,
-    ("builtins", "range"): range,
-    ("builtins", "slice"): slice,
-    ("builtins", "dict"): dict,
-    ("builtins", "list"): list,
-    ("builtins", "int"): int,
-    ("torch", "Size"): tuple,
-}
-_STORAGE_DTYPES = {
-    "DoubleStorage": "float64",
-    "FloatStorage": "float32",
-    "HalfStorage": "float16",
-    "BFloat16Storage": "bfloat16",
-    "LongStorage": "int64",
-    "IntStorage": "int32",
-    "ShortStorage": "int16",
-    "CharStorage": "int8",
-    "ByteStorage": "uint8",
-    "BoolStorage": "bool",
-    "ComplexFloatStorage": "complex64",
-    "ComplexDoubleStorage": "complex128",
-}
-_RECORDS = (
-    "Metadata",
-    "TensorStorageMetadata",
-    "BytesStorageMetadata",
-    "TensorProperties",
-    "ChunkStorageMetadata",
-    "MetadataIndex",
-    "StorageMeta",
-    "_StorageInfo",
-    "_MEM_FORMAT_ENCODING",
-)
-
-
-class UnsafePickle(ValueError):
-    """A pickle holds something that is not plain data."""
-
-
-class _Record:
-    """Stands in for one of torch's classes: what it was made with, as attributes."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.args = args
-        self.__dict__.update(kwargs)
-
-    def __setstate__(self, state: Any) -> None:
-        if isinstance(state, dict):
-            self.__dict__.update(state)
-        else:
-            self.state = state
-
-    # Indices are the keys of a dict: they are put in before they have their attributes, and only looped over.
-
-
-class _StoragePart(NamedTuple):
-    key: str
-    dtype: str | None
-
-
-class _TensorPart(NamedTuple):
-    storage: _StoragePart
-    offset: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: str
-
-
-class _Dtype(str):
-    """The name of a dtype."""
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _PLAIN:
-            return _PLAIN[module, name]
-        if module.startswith("torch.distributed.checkpoint.") and name in _RECORDS:
-            return _Record
-        if module == "pathlib" and name.endswith(("Path", "PosixPath", "WindowsPath")):
-            return pathlib.PurePosixPath
-        if module == "torch" and name in _STORAGE_DTYPES:
-            return _Dtype(_STORAGE_DTYPES[name])
-        if (module, name) == ("torch.storage", "UntypedStorage"):
-            return _Dtype("uint8")
-        if (module, name) == ("torch.serialization", "_get_layout"):
-            return str
-        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-            return _rebuild_v2
-        if (module, name) == ("torch._utils", "_rebuild_tensor_v3"):
-            return _rebuild_v3
-        if (module, name) == ("torch._utils", "_rebuild_parameter"):
-            return lambda data, *_: data
-        if module == "torch" and _is_dtype(name):
-            return _Dtype(name)
-        raise UnsafePickle(f"{module}.{name}")
-
-    def persistent_load(self, pid: Any) -> Any:
-        kind, storage_type, key, _, _ = pid
-        if kind != "storage":
-            raise UnsafePickle(f"a persistent {kind}")
-        return _StoragePart(key, str(storage_type))
-
-
-def _rebuild_v2(storage: Any, offset: int, shape: Any, strides: Any, *_: Any) -> _TensorPart:
-    return _TensorPart(storage, offset, tuple(shape), tuple(strides), storage.dtype)
-
-
-def _rebuild_v3(
-    storage: Any, offset: int, shape: Any, strides: Any, _grad: Any, _hooks: Any, dtype: Any, *_: Any
-) -> Any:
-    return _TensorPart(storage, offset, tuple(shape), tuple(strides), str(dtype))
-
-
-def _is_dtype(name: str) -> bool:
-    try:
-        return dtype_size(name) > 0
-    except ValueError:
-        return False
-
-
-class _Chunk(NamedTuple):
-    box: Box
-    file: str
-    offset: int
-    length: int
-
-
-class _Tensor(NamedTuple):
-    dtype: str
-    shape: tuple[int, ...]
-    chunks: list[_Chunk]
-
-
-def _checked_place(name: str, place: Any) -> Any:
-    if getattr(place, "transform_descriptors", None):
-        raise ValueError(f"'{name}' is stored transformed ({place.transform_descriptors})")
-    if os.path.basename(place.relative_path) != place.relative_path:
-        raise ValueError(f"'{name}' is in the file '{place.relative_path}', outside of the checkpoint's folder")
-    if not all(type(number) is int and number >= 0 for number in (place.offset, place.length)):
-        raise ValueError(f"'{name}' is at {place.offset} with length {place.length} of its file")
-    return place
+_MAX_METADATA = 1 << 30  # bytes: some five million chunks
+_MAX_TENSOR_PICKLE = 1 << 16  # That of a tensor has about 200 bytes.
+_MAX_OBJECT_PICKLE = 1 << 30
 
 
 class TorchCheckpoint:
@@ -185,13 +46,11 @@ class TorchCheckpoint:
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.path = Path(folder)
-        self._maps: dict[str, memoryview] = {}
-        self._tensors: dict[str, _Tensor] = {}
-        self._objects: dict[str, Any] = {}
+        self._files = FileBoxes(self.path)
+        self._sizes: dict[str, int] = {}
         path = self.path / METADATA_FILE
         try:
-            metadata = _Unpickler(io.BytesIO(path.read_bytes())).load()
-            self._take(metadata)
+            self._tensors, self._objects = read_metadata(read_regular(path, _MAX_METADATA))
         except FileNotFoundError:
             raise FileNotFoundError(
                 f"there is no torch checkpoint at '{self.path}': it has no {METADATA_FILE}"
@@ -200,25 +59,8 @@ class TorchCheckpoint:
             raise CorruptCheckpointError(
                 f"'{path}' names {error}, which does not belong into the metadata of a checkpoint; it is not loaded"
             ) from None
-        except Exception as error:
-            raise CorruptCheckpointError(f"'{path}' is not the metadata of a torch checkpoint: {error!r}") from error
-
-    def _take(self, metadata: Any) -> None:
-        places: dict[tuple[str, Any], Any] = {}
-        for index, place in metadata.storage_data.items():
-            offset = getattr(index, "offset", None)
-            places[index.fqn, None if offset is None else tuple(offset)] = place
-        for name, described in metadata.state_dict_metadata.items():
-            if not hasattr(described, "properties"):
-                self._objects[name] = _checked_place(name, places[name, None])
-                continue
-            chunks = []
-            for chunk in described.chunks:
-                box = tuple(chunk.offsets), tuple(chunk.sizes)
-                place = _checked_place(name, places[name, box[0]])
-                chunks.append(_Chunk(box, place.relative_path, place.offset, place.length))
-            dtype = dtype_name(str(described.properties.state[0]))
-            self._tensors[name] = _Tensor(dtype, tuple(described.size), chunks)
+        except ValueError as error:
+            raise CorruptCheckpointError(f"'{path}' is not the metadata of a torch checkpoint: {error}") from error
 
     # ---------------------------------------------------------------- what a source has
 
@@ -227,7 +69,7 @@ class TorchCheckpoint:
         return {name: (tensor.shape, tensor.dtype) for name, tensor in self._tensors.items()}
 
     def num_chunks(self, name: str) -> int:
-        return len(self._tensors[name].chunks)
+        return len(self._tensors[name].boxes)
 
     def layout(self, name: str) -> None:
         return None
@@ -237,124 +79,141 @@ class TorchCheckpoint:
         return {name: ("torch pickle", place.length) for name, place in self._objects.items()}
 
     def boxes(self, name: str) -> list[Box]:
-        """The stored chunks."""
-        return [chunk.box for chunk in self._tensors[name].chunks]
+        """The stored chunks that are not empty."""
+        return self._tensors[name].boxes
 
     def view(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> np.ndarray[Any, Any]:
-        """The bits of a box of a tensor, by reference where it lies in one chunk."""
-        tensor = self._tensors[name]
+        """The bits of a box of a tensor."""
+        tensor, box = self._tensors[name], (tuple(offsets), tuple(sizes))
         return view_of_boxes(
             RAW_DTYPES[dtype_size(tensor.dtype)],
-            (tuple(offsets), tuple(sizes)),
-            ((chunk.box, lambda chunk=chunk: self._chunk(name, tensor, chunk)) for chunk in tensor.chunks),
+            box,
+            (
+                (tensor.boxes[number], lambda number=number: self._chunk(name, tensor, number))
+                for number in tensor.touching(box)
+            ),
         )
 
     def object_value(self, name: str, allow_pickle: bool = False) -> Any:
         """An object. Plain data is decoded; for all else pickle is needed, and must be allowed."""
         place = self._objects[name]
+        where = f"the object '{shown(name)}' in '{self.path / place.file}'"
         try:
-            archive = self._archive(place.relative_path, place.offset, place.length)
-            data = archive.read(_member(archive, "data.pkl"))
-            return pickle.loads(data) if allow_pickle else _Unpickler(io.BytesIO(data)).load()
+            data = self._pickle(place, self._archive(place), _MAX_OBJECT_PICKLE)
+            if not allow_pickle:
+                value = read_pickle(data, known_global)
+                check_plain(value, len(data))
+                return value
         except UnsafePickle as error:
             raise ValueError(
-                f"'{name}' of '{self.path}' holds {error}: to load it runs whatever code the pickle contains, which "
-                "must be allowed"
+                f"'{shown(name)}' of '{self.path}' holds {error}: to load it runs whatever code the pickle contains, "
+                "which must be allowed"
             ) from None
-        except CorruptCheckpointError:
-            raise
+        except TensorInside:
+            raise ValueError(
+                f"'{shown(name)}' of '{self.path}' holds a tensor inside an object, which torch alone can load; save "
+                "it in a dict or list instead of a tuple or a class"
+            ) from None
+        except ValueError as error:
+            raise CorruptCheckpointError(f"{where} cannot be loaded: {error}") from error
+        try:
+            return pickle.loads(data)
         except Exception as error:  # A pickle can raise anything.
-            where = self.path / place.relative_path
-            raise CorruptCheckpointError(f"the object '{name}' in '{where}' cannot be loaded: {error!r}") from error
+            raise CorruptCheckpointError(f"{where} cannot be loaded: {error!r}") from error
 
     def close(self) -> None:
-        self._maps.clear()
+        """Close the files."""
+        self._files.close()
 
     # ---------------------------------------------------------------- files
 
-    def _chunk(self, name: str, tensor: _Tensor, chunk: _Chunk) -> np.ndarray[Any, Any]:
-        where = f"'{name}' at {list(chunk.box[0])} in '{self.path / chunk.file}'"
+    def _chunk(self, name: str, tensor: TorchTensor, number: int) -> _StoredChunk:
+        (offsets, sizes), place = tensor.boxes[number], tensor.places[number]
+        where = f"'{shown(name)}' at {list(offsets)} in '{self.path / place.file}'"
         try:
-            archive = self._archive(chunk.file, chunk.offset, chunk.length)
-            part = _Unpickler(io.BytesIO(archive.read(_member(archive, "data.pkl")))).load()
-            start, length = _place_in(
-                archive, _member(archive, f"data/{part.storage.key}"), self._map(chunk.file), chunk
+            archive = self._archive(place)
+            part = read_pickle(self._pickle(place, archive, _MAX_TENSOR_PICKLE), known_global, stored_part)
+            if type(part) is not TensorPart:
+                raise ValueError("its pickle holds something else")
+            storage = archive.member(f"data/{part.storage.key}")
+            if part.shape != sizes or part.dtype != tensor.dtype:
+                raise ValueError(f"it has shape {list(part.shape)} and dtype {part.dtype}, unlike the metadata")
+            start = place.offset + storage.start
+            return _StoredChunk(
+                self._files, place.file, part, RAW_DTYPES[dtype_size(tensor.dtype)], start, storage.size
             )
-            raw = RAW_DTYPES[dtype_size(tensor.dtype)]
-            if part.shape != chunk.box[1] or dtype_size(part.dtype) != raw.itemsize:
-                raise ValueError(f"it has shape {part.shape} and dtype {part.dtype}, unlike the metadata")
-            flat = np.frombuffer(self._map(chunk.file)[start : start + length], raw)[part.offset :]
-            needed = 1 + sum((size - 1) * stride for size, stride in zip(part.shape, part.strides, strict=True))
-            if min(part.offset, *part.strides, *part.shape, 0) < 0 or (0 not in part.shape and needed > len(flat)):
-                raise ValueError("it is cut short")
-            strides = [stride * raw.itemsize for stride in part.strides]
-            return np.lib.stride_tricks.as_strided(flat, part.shape, strides, writeable=False)
-        except CorruptCheckpointError:
-            raise
-        except Exception as error:  # Damaged archives and pickles can raise anything.
-            raise CorruptCheckpointError(f"{where} is not a tensor that torch wrote: {error!r}") from error
+        except UnsafePickle as error:
+            raise CorruptCheckpointError(f"{where} cannot be read without torch: its pickle holds {error}") from None
+        except ValueError as error:
+            raise CorruptCheckpointError(f"{where} is not a tensor that torch wrote: {error}") from error
 
-    def _map(self, name: str) -> memoryview:
-        if name not in self._maps:
-            path = self.path / name
+    def _archive(self, place: Place) -> Archive:
+        if place.file not in self._sizes:
+            path = self.path / place.file
             try:
-                with open(path, "rb") as file:
-                    self._maps[name] = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+                with open_regular(path) as file:
+                    self._sizes[place.file] = os.fstat(file.fileno()).st_size
             except FileNotFoundError:
                 raise CorruptCheckpointError(f"'{path}' is missing") from None
-        return self._maps[name]
+        if place.offset + place.length > self._sizes[place.file]:
+            raise CorruptCheckpointError(f"'{self.path / place.file}' is cut short")
+        return Archive(lambda start, length: self._read(place, start, length), place.length)
 
-    def _archive(self, file: str, offset: int, length: int) -> zipfile.ZipFile:
-        view = self._map(file)[offset : offset + length]
-        if len(view) != length:
-            raise CorruptCheckpointError(f"'{self.path / file}' is cut short")
-        return zipfile.ZipFile(_ViewFile(view))  # type: ignore[arg-type]
+    def _read(self, place: Place, start: int, length: int) -> bytes:
+        data = bytearray(length)
+        self._files.read(place.file, place.offset + start, memoryview(data))
+        return bytes(data)
 
-
-class _ViewFile(io.RawIOBase):
-    """A file over memory, without a copy of it."""
-
-    def __init__(self, view: memoryview) -> None:
-        self._view, self._at = view, 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self._at = max(0, offset + (0, self._at, len(self._view))[whence])
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def read(self, size: int | None = -1) -> bytes:
-        end = len(self._view) if size is None or size < 0 else self._at + size
-        data = bytes(self._view[self._at : end])
-        self._at += len(data)
+    def _pickle(self, place: Place, archive: Archive, limit: int) -> bytes:
+        member = archive.member("data.pkl")
+        if member.size > limit:
+            raise ValueError(f"its pickle has {member.size} bytes, more than {limit}")
+        data = self._read(place, member.start, member.size)
+        if zlib.crc32(data) != member.crc32:
+            raise ValueError("the checksum of its pickle is not the one that was written")
         return data
 
 
-def _member(archive: zipfile.ZipFile, ending: str) -> str:
-    (name,) = [name for name in archive.namelist() if name.partition("/")[2] == ending]
-    return name
+class _StoredChunk:
+    """The array of a chunk in a file: ``chunk[slices]`` reads these elements.
 
+    torch writes no more of a storage than a tensor has elements, in any order of the dims. So a storage is at least as
+    large as its tensor (few bytes, repeated by a stride of 0, could fill the memory), and where the order of elements
+    is none that a file can be read in, which takes odd views, it is all in memory for a moment and not larger.
+    """
 
-def _place_in(archive: zipfile.ZipFile, member: str, view: memoryview, chunk: _Chunk) -> tuple[int, int]:
-    """Where the bytes of a stored member lie in the file."""
-    found = archive.getinfo(member)
-    if found.compress_type != zipfile.ZIP_STORED:
-        raise ValueError(f"{member} is compressed")
-    header = chunk.offset + found.header_offset
-    name_length = int.from_bytes(view[header + 26 : header + 28], "little")
-    extra_length = int.from_bytes(view[header + 28 : header + 30], "little")
-    return header + 30 + name_length + extra_length, found.file_size
+    def __init__(
+        self, files: FileBoxes, file: str, part: TensorPart, dtype: np.dtype[Any], start: int, num_bytes: int
+    ) -> None:
+        self._files, self._file, self._part, self._dtype = files, file, part, dtype
+        last = sum((size - 1) * stride for size, stride in zip(part.shape, part.strides, strict=True))
+        if (part.offset + last + 1) * dtype.itemsize > num_bytes:
+            raise ValueError("it is cut short")
+        needed = math.prod(part.shape) * dtype.itemsize
+        self._order = sorted(range(len(part.shape)), key=lambda dim: -part.strides[dim])
+        self._is_dense, step = True, 1
+        for dim in reversed(self._order):
+            self._is_dense &= part.shape[dim] == 1 or part.strides[dim] == step
+            step *= part.shape[dim]
+        if num_bytes < needed or (num_bytes > needed and not self._is_dense):
+            raise ValueError(f"the {num_bytes} bytes of its storage are not the {needed} of shape {list(part.shape)}")
+        self._start, self._num_bytes = start, num_bytes
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray[Any, Any]:
+        part, order, element = self._part, self._order, self._dtype.itemsize
+        if not self._is_dense:
+            whole = np.empty(self._num_bytes // element, self._dtype)
+            self._files.read(self._file, self._start, whole.view(np.uint8).data)
+            strides = [stride * element for stride in part.strides]
+            return np.lib.stride_tricks.as_strided(whole[part.offset :], part.shape, strides)[index].copy()
+        out = np.empty([index[dim].stop - index[dim].start for dim in order], self._dtype)
+        shape, offsets = tuple(part.shape[dim] for dim in order), tuple(index[dim].start for dim in order)
+        self._files.read_box(self._file, self._start + part.offset * element, shape, offsets, out.shape, out)
+        return out.transpose(np.argsort(order)) if order else out
 
 
 def view_of_boxes(
-    dtype: np.dtype[Any], box: Box, chunks: Iterator[tuple[Box, Callable[[], np.ndarray[Any, Any]]]]
+    dtype: np.dtype[Any], box: Box, chunks: Iterable[tuple[Box, Callable[[], Any]]]
 ) -> np.ndarray[Any, Any]:
     """The bits of a box that is spread over chunks: a view when one chunk has it all, else a copy."""
     offsets, sizes = box
