@@ -30,6 +30,7 @@ _platform = get_platform()
 Spelling = tuple[Any, ...]  # one placement per mesh axis, or one alias per tensor dim
 
 _MEMORY = "_hyper_parallel_wrapped"
+_MAX_TAKEN = 4096
 
 
 class Entry:
@@ -49,6 +50,7 @@ class Entry:
         self.mesh, self.given, self.wanted, self.where = mesh, given, wanted, where
         self.lengths = lengths or {}  # dim -> length of the whole, where the module knows it
         self._layouts: dict[tuple[Any, int], Layout] = {}
+        self._taken: set[tuple[Layout, tuple[int, ...], Any]] = set()
         self._is_checked = False
 
     def __call__(self, value: Any) -> Any:
@@ -91,8 +93,10 @@ class Entry:
             refuse_cut_uses(plain, layout, self.where)
             self._is_checked = True
         shape = self._global_shape(plain, layout)
-        if shape is None or not needs_grad or _platform.is_leaf(plain):
-            return DTensor.from_local(plain, self.mesh, layout, shape=shape)
+        if shape is None:
+            return DTensor.from_local(plain, self.mesh, layout)
+        if not needs_grad or _platform.is_leaf(plain):
+            return self._from_local(plain, layout, shape)
         self._check_block(plain, layout, shape)
         lawful = layout.gradient()
         wrapped = _platform.as_dtensor(DTensor, FromLocal.apply(plain, lawful, lawful, shape), layout, shape)
@@ -101,6 +105,18 @@ class Entry:
             setattr(plain, _MEMORY, memory)
         memory[layout] = (wrapped, _num_writes(plain))
         return wrapped
+
+    def _from_local(self, plain: Any, layout: Layout, shape: tuple[int, ...]) -> DTensor:
+        """:meth:`DTensor.from_local`, which checks; what it has taken once is not checked again."""
+        known = (layout, shape, plain.shape)
+        if known in self._taken and _platform.is_dense_tensor(plain):
+            return _platform.as_dtensor(DTensor, _platform.alias(plain), layout, shape)
+        made = DTensor.from_local(plain, self.mesh, layout, shape=shape)
+        if self.mesh.get_coordinate() is not None:
+            if len(self._taken) >= _MAX_TAKEN:
+                self._taken.clear()
+            self._taken.add(known)
+        return made
 
     def _global_shape(self, plain: Any, layout: Layout) -> tuple[int, ...] | None:
         """The shape of the whole; None when it is not known."""
