@@ -1,11 +1,9 @@
 """`hyper-parallel ckpt diff`: what differs between two checkpoints."""
 
-import json
-
 import typer
 
 from hyper_parallel.cli.ckpt.reading import Place, checkpoint_module, open_checkpoint
-from hyper_parallel.cli.ckpt.terminal import AsJson, print_table, progress_bar, say, shown_errors
+from hyper_parallel.cli.ckpt.terminal import AsJson, print_table, progress_bar, say, say_json, shown_errors
 
 
 def diff(first: Place, second: Place, as_json: AsJson = False) -> None:
@@ -18,7 +16,7 @@ def diff(first: Place, second: Place, as_json: AsJson = False) -> None:
     ):
         found = list(checkpoint_module("compare").compare(one, other, progress))
     if as_json:
-        say(json.dumps([difference._asdict() for difference in found], indent=2))
+        say_json([difference._asdict() for difference in found])
     elif found:
         print_table([[name, what] for name, what in found])
     else:

@@ -1,6 +1,5 @@
 """`hyper-parallel ckpt ls`: the checkpoints in a folder or under a URL."""
 
-import json
 import os
 import time
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from hyper_parallel.cli.ckpt.reading import checkpoint_module, is_whole, open_checkpoint, tensor_bytes
-from hyper_parallel.cli.ckpt.terminal import AsJson, print_table, say, shown_errors, size_text
+from hyper_parallel.cli.ckpt.terminal import AsJson, print_table, say, say_json, shown_errors, size_text
 
 
 def ls(
@@ -20,7 +19,7 @@ def ls(
     with shown_errors():
         described = [_described(place) for place in _checkpoints_in(directory)]
     if as_json:
-        say(json.dumps(described, indent=2))
+        say_json(described)
         return
     if not described:
         say(f"no checkpoints in '{directory}'")
@@ -65,7 +64,7 @@ def _described(place: str) -> dict[str, Any]:
                 "written": _time_of(place),
                 "error": None,
             }
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, TypeError, RuntimeError, MemoryError) as error:
         return {"path": place, "kind": kind, "error": str(error)}
 
 

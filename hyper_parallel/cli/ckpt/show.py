@@ -1,13 +1,14 @@
 """`hyper-parallel ckpt show`: what is inside a checkpoint."""
 
 import fnmatch
-import json
 from typing import Annotated, Any
 
 import typer
 
 from hyper_parallel.cli.ckpt.reading import Place, open_checkpoint, tensor_bytes
-from hyper_parallel.cli.ckpt.terminal import AsJson, counted, print_table, say, shown_errors, size_text
+from hyper_parallel.cli.ckpt.terminal import AsJson, counted, print_table, say, say_json, shown_errors, size_text
+
+_MAX_READ = 16 << 20  # bytes of an object of which the beginning is shown
 
 
 def show(
@@ -19,12 +20,12 @@ def show(
     with shown_errors(), open_checkpoint(place) as source:
         entries = [_entry(source, name, *one) for name, one in sorted(source.known().items()) if _fits(name, pattern)]
         objects = [
-            {"name": name, "encoding": encoding, "bytes": length, "value": _object_text(source, name, encoding)}
+            {"name": name, "encoding": encoding, "bytes": length, "value": _object_text(source, name, encoding, length)}
             for name, (encoding, length) in sorted(source.objects().items())
             if _fits(name, pattern)
         ]
     if as_json:
-        say(json.dumps({"kind": source.kind, "tensors": entries, "objects": objects}, indent=2))
+        say_json({"kind": source.kind, "tensors": entries, "objects": objects})
         return
     total = size_text(sum(one["bytes"] for one in entries))
     counts = f"{counted(len(entries), 'tensor')} ({total}), {counted(len(objects), 'object')}"
@@ -67,8 +68,10 @@ def _layout_text(layout: dict[str, Any] | None) -> str | None:
     return f"[{dims}] on ({mesh})"
 
 
-def _object_text(source: Any, name: str, encoding: str) -> str:
+def _object_text(source: Any, name: str, encoding: str, length: int) -> str:
     if encoding != "json":
         return f"<{encoding}, not loaded>"
+    if length > _MAX_READ:
+        return "<large, not loaded>"
     text = source.object_bytes(name).partition(b"\0")[0].decode(errors="replace")
     return text if len(text) <= 80 else f"{text[:80]}..."

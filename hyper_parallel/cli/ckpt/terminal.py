@@ -1,20 +1,30 @@
 """What the commands print: texts, tables, sizes, progress, and errors as a line and a status."""
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from hyper_parallel.core.distributed_checkpoint.shown_text import spelled_out
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+
+_WIDEST = 120  # characters to which the cells of a column are filled up: one long name must not make all rows long
 
 
 def say(text: str, err: bool = False) -> None:
-    """Print a text. Names in a checkpoint may hold anything, also what would change the terminal."""
-    shown = (c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
-    typer.echo("".join(shown), err=err)
+    """Print one line. Names in a checkpoint may hold anything, also line breaks and what drives a terminal: what is not
+    printable is spelled out."""
+    typer.echo(spelled_out(text), err=err)
+
+
+def say_json(value: Any) -> None:
+    """Print a value for programs, in ASCII."""
+    typer.echo(json.dumps(value, indent=2))
 
 
 @contextmanager
@@ -22,8 +32,8 @@ def shown_errors() -> Iterator[None]:
     """Errors that a user can do something about are a line, and status 2."""
     try:
         yield
-    except (OSError, ValueError, TypeError, RuntimeError) as error:
-        say(f"error: {error}", err=True)
+    except (OSError, ValueError, TypeError, RuntimeError, MemoryError) as error:
+        say(f"error: {error or 'there is not enough memory'}", err=True)
         raise typer.Exit(2) from None
 
 
@@ -53,7 +63,7 @@ def counted(count: int, what: str) -> str:
 
 def print_table(rows: list[list[str]]) -> None:
     """Rows in columns of one width each."""
-    rows = [[cell.replace("\n", "\\n") for cell in row] for row in rows]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))] if rows else []
+    rows = [[spelled_out(cell) for cell in row] for row in rows]
+    widths = [max(min(len(row[column]), _WIDEST) for row in rows) for column in range(len(rows[0]))] if rows else []
     for row in rows:
         say("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -9,6 +9,8 @@ from hyper_parallel.cli.ckpt.terminal import progress_bar, say, shown_errors
 
 _STEP = 16 << 20  # bytes that are read at a time
 
+_STEP = 16 << 20  # bytes that are read at a time
+
 
 def verify(place: Place) -> None:
     """Read every byte and compare it with the checksums; one line for each problem, and status 1, if there are any."""

@@ -13,12 +13,13 @@ import math
 import os
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from hyper_parallel.core.distributed_checkpoint.chunks import Shape
 from hyper_parallel.core.distributed_checkpoint.errors import CorruptCheckpointError
+from hyper_parallel.core.distributed_checkpoint.regular_files import open_regular
 
 _MAX_OPEN = 64  # files at a time
 _SCRATCH = 1 << 20  # bytes that are read at a time where a box lies in small runs
@@ -30,7 +31,7 @@ class FileBoxes:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._open: OrderedDict[str, int] = OrderedDict()
+        self._open: OrderedDict[str, BinaryIO] = OrderedDict()
         self._scratch = np.empty(0, np.uint8)
 
     def read(self, name: str, start: int, target: memoryview) -> None:
@@ -85,20 +86,20 @@ class FileBoxes:
         found = self._open.get(name)
         if found is None:
             if len(self._open) == _MAX_OPEN:
-                os.close(self._open.popitem(last=False)[1])
+                self._open.popitem(last=False)[1].close()
             try:
-                found = self._open[name] = os.open(self._folder / name, os.O_RDONLY | os.O_CLOEXEC)
+                found = self._open[name] = open_regular(self._folder / name)
             except FileNotFoundError:
                 raise CorruptCheckpointError(
                     f"'{self._folder / name}' is missing: it was there a moment ago, and was removed. Load another "
                     "checkpoint"
                 ) from None
-        return found
+        return found.fileno()
 
     def close(self) -> None:
         """Close the files."""
         while self._open:
-            os.close(self._open.popitem()[1])
+            self._open.popitem()[1].close()
 
     __del__ = close
 

@@ -4,7 +4,8 @@ pieces, and replacing an older set of files. No framework is needed here.
 Note [A folder is replaced as a whole]
 New files are written into a folder aside and get names that are not in use yet. Readers go by ``model.safetensors`` if
 it is there, else by the index, so the save is committed by the one rename (or removal) that changes which of them
-readers find. What was there before stays whole until then, and is removed after.
+readers find. What was there before stays whole until then, and is removed after: ``model.safetensors``, and the files
+that the older index names. Other files in the folder are not touched.
 """
 
 from __future__ import annotations
@@ -19,9 +20,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hyper_parallel.core.distributed_checkpoint.aside_folder import AsideFolder
+from hyper_parallel.core.distributed_checkpoint.errors import CorruptCheckpointError
 from hyper_parallel.core.distributed_checkpoint.key_mapping import Piece
 from hyper_parallel.core.distributed_checkpoint.metadata import dtype_size
-from hyper_parallel.core.distributed_checkpoint.safetensors_folder import INDEX_FILE, SINGLE_FILE, raw_dtype
+from hyper_parallel.core.distributed_checkpoint.safetensors_folder import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    raw_dtype,
+    read_weight_map,
+)
 from hyper_parallel.core.distributed_checkpoint.shard_file import DTYPE_OF_SAFETENSORS_NAME
 from hyper_parallel.core.distributed_checkpoint.storage import local_path, storage_for
 from hyper_parallel.platform.atomic_file import fsync_path
@@ -116,6 +124,8 @@ class FolderPlan:
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         at = 0
         for name in names:
+            if name == "__metadata__":
+                raise ValueError("'__metadata__' is no name for a tensor in a safetensors file; rename it by a mapping")
             if dtypes[name] not in _NAME_OF_DTYPE:
                 raise TypeError(f"'{name}' has dtype {dtypes[name]}, which safetensors files cannot hold; cast it")
             end = at + num_bytes[name]
@@ -175,9 +185,13 @@ def folder_path(folder: str | os.PathLike[str]) -> Path:
 
 def create_file(path: Path, plan: FolderPlan, number: int) -> int:
     """A new file of its final size, with its header; open for writing."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-    os.ftruncate(descriptor, plan.sizes[number])
-    write_at(descriptor, np.frombuffer(plan.headers[number], np.uint8), 0)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        os.ftruncate(descriptor, plan.sizes[number])
+        write_at(descriptor, np.frombuffer(plan.headers[number], np.uint8), 0)
+    except BaseException:
+        os.close(descriptor)
+        raise
     return descriptor
 
 
@@ -191,32 +205,34 @@ def write_at(descriptor: int, array: np.ndarray[Any, Any], start: int) -> None:
         view, start = view[written:], start + written
 
 
-def commit_folder(aside: Path, target: Path, plan: FolderPlan) -> None:
-    """Move the files ``0``, ``1``, ... of a folder aside to where they belong; see Note [A folder is replaced ...]."""
+def commit_folder(aside: AsideFolder, target: Path, plan: FolderPlan) -> None:
+    """Move the files from aside to where they belong; see Note [A folder is replaced as a whole]."""
     target.mkdir(exist_ok=True)
-    old_files = {path.name for path in target.glob("*.safetensors")}
-    old_index = (target / INDEX_FILE).exists()
-    names = plan.file_names(old_files)
-    old_weights = old_files if old_index or old_files == {SINGLE_FILE} else set()
+    names = plan.file_names(path.name for path in target.glob("*.safetensors"))
+    doomed = _weights_in(target) - set(names)
     if len(names) == 1:
-        os.replace(aside / "0", target / SINGLE_FILE)
-        doomed = old_weights - {SINGLE_FILE}
-        if old_index:
-            os.unlink(target / INDEX_FILE)
+        os.replace(aside.file(0), target / SINGLE_FILE)
+        doomed.add(INDEX_FILE)
     else:
         for number, name in enumerate(names):
-            os.rename(aside / str(number), target / name)
-        index = aside / INDEX_FILE
-        with open(index, "wb") as file:
+            os.rename(aside.file(number), target / name)
+        with open(aside.index, "wb") as file:
             file.write(plan.index(names))
             file.flush()
             os.fsync(file.fileno())
         fsync_path(target)
-        os.replace(index, target / INDEX_FILE)
-        doomed = old_weights
+        os.replace(aside.index, target / INDEX_FILE)
     fsync_path(target)
     for name in doomed:
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError, IsADirectoryError):
             os.unlink(target / name)
     fsync_path(target)
     fsync_path(target.parent)
+
+
+def _weights_in(target: Path) -> set[str]:
+    """The files of the weights that a folder holds: those that readers would read, and no others."""
+    names = {SINGLE_FILE}
+    with contextlib.suppress(OSError, CorruptCheckpointError):
+        names.update(name for name in read_weight_map(target).values() if name.endswith(".safetensors"))
+    return names

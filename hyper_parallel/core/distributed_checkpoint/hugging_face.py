@@ -9,12 +9,13 @@ from __future__ import annotations
 import functools
 import math
 import os
-import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hyper_parallel.core.distributed_checkpoint.agreement import Agreement, AloneAgreement, GroupAgreement
+from hyper_parallel.core.distributed_checkpoint.aside_folder import AsideFolder
+from hyper_parallel.core.distributed_checkpoint.file_names import new_save_name
 from hyper_parallel.core.distributed_checkpoint.folder_files import (
     DEFAULT_SHARD_BYTES,
     FolderPlan,
@@ -169,7 +170,7 @@ def save_hugging_face(
     """
     target = folder_path(folder)
     agreement = _agreement(no_dist)
-    aside = target.parent / f".{target.name}.saving"
+    aside: AsideFolder | None = None
     planned: list[tuple[dict[str, Any], Mapped, FolderPlan]] = []
 
     def look() -> Any:
@@ -179,14 +180,18 @@ def save_hugging_face(
         planned.append((tensors, mapped, FolderPlan(mapped.file_shapes, mapped.file_dtypes, max_shard_bytes)))
         return known
 
-    def begin(everybody: list[Any]) -> None:
+    def begin(everybody: list[Any]) -> str:
+        nonlocal aside
         if any(other != everybody[0] for other in everybody[1:]):
             raise ValueError("the ranks have different names, shapes or dtypes in their state dicts")
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
+        save_name = new_save_name()
+        aside = AsideFolder(target, save_name)
+        aside.make()
+        return save_name
 
     try:
-        agreement.round("saving safetensors files", look, begin)
+        save_name = agreement.round("saving safetensors files", look, begin)
+        aside = aside or AsideFolder(target, save_name)
         tensors, mapped, plan = planned[0]
         owned = {number for number in range(len(plan.headers)) if number % agreement.world_size == agreement.rank}
         agreement.round(
@@ -195,8 +200,8 @@ def save_hugging_face(
             lambda _: commit_folder(aside, target, plan),
         )
     finally:
-        if agreement.is_coordinator:
-            shutil.rmtree(aside, ignore_errors=True)
+        if aside is not None and agreement.is_coordinator:
+            aside.remove()
 
 
 def _untied(state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -214,7 +219,9 @@ def _untied(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     return tensors
 
 
-def _write_files(tensors: Mapping[str, Any], mapped: Mapped, plan: FolderPlan, owned: set[int], aside: Path) -> None:
+def _write_files(
+    tensors: Mapping[str, Any], mapped: Mapped, plan: FolderPlan, owned: set[int], aside: AsideFolder
+) -> None:
     """Gather the tensors, on all ranks together, and write those of the owned files.
 
     A rank that cannot write (a full disk, say) still takes part in the gathers, or the others would wait for it.
@@ -237,7 +244,7 @@ def _write_files(tensors: Mapping[str, Any], mapped: Mapped, plan: FolderPlan, o
 
     def create() -> None:
         for number in sorted(owned):
-            files[number] = create_file(aside / str(number), plan, number)
+            files[number] = create_file(aside.file(number), plan, number)
 
     def write(group: Iterable[str], whole: Mapping[str, Any]) -> None:
         for name in [file_name for ours in group for file_name in wanted.get(ours, ())]:

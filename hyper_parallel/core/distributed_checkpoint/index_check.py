@@ -3,22 +3,32 @@
 The chunks of a tensor must cover it, each element once; the chunks and objects in a file must cover its data, each byte
 once; files must lie in the checkpoint's own folder. So nothing that is read later can point anywhere else, be larger
 than the files, or leave a byte unchecked.
+
+Note [The check is bounded too]
+What a stranger wrote may be true and yet take hours to check, so numbers are looked at before they are multiplied and
+counts before anything is counted out: a tensor has up to 64 dims (as numpy's arrays do) and less than 2**63 bytes, a
+grid has as many cells as the tensor has chunks listed, and whether boxes cover a tensor is told in one pass over them
+(``exact_cover.py``).
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Collection, Iterable
 from typing import Any
 
 from hyper_parallel.core.distributed_checkpoint.chunks import Box, Grid, Shape, overlap
+from hyper_parallel.core.distributed_checkpoint.exact_cover import covers_once
 from hyper_parallel.core.distributed_checkpoint.file_names import is_data_file
 from hyper_parallel.core.distributed_checkpoint.metadata import STORABLE_DTYPES, dtype_size
+from hyper_parallel.core.distributed_checkpoint.shown_text import shown, shown_value
 
+MAX_DIMS = 64
 _MAX_COUNT = 1 << 63
 _MAX_CRC = 1 << 32
-_SHOWN = 100  # characters of a wrong value
+_LOOKED_AT = 200  # boxes among which two that overlap are looked for, to name them
 
 _BODY = ("world_size", "platform", "files", "layouts", "tensors", "objects")
 _TENSOR = ("dtype", "shape", "file", "start", "crc32c")
@@ -45,17 +55,16 @@ def check_body(content: Any) -> None:
     _require(not both, "tensors", sorted(both), "are objects too")
     ranges: Ranges = [[] for _ in sizes]
     for name, entry in content["tensors"].items():
-        _check_tensor(f"the tensor '{name}'", entry, content["layouts"], ranges)
+        _check_tensor(f"the tensor '{shown(name)}'", entry, content["layouts"], ranges)
     for name, entry in content["objects"].items():
-        _check_object(f"the object '{name}'", entry, ranges)
+        _check_object(f"the object '{shown(name)}'", entry, ranges)
     for name, size, found in zip(names, sizes, ranges, strict=True):
         _check_ranges(name, size, found)
 
 
 def _require(is_right: bool, where: str, value: Any, what: str) -> None:
     if not is_right:
-        text = repr(value)
-        raise ValueError(f"{where}: {text if len(text) <= _SHOWN else text[:_SHOWN] + '...'} {what}")
+        raise ValueError(f"{where}: {shown_value(value)} {what}")
 
 
 def _check_keys(entry: Any, where: str, needed: Iterable[str], optional: Iterable[str] = ()) -> None:
@@ -72,6 +81,10 @@ def _is_count(value: Any, least: int = 0, end: int = _MAX_COUNT) -> bool:
 
 def _are_counts(values: Any, end: int = _MAX_COUNT) -> bool:
     return type(values) is list and all(type(value) is int and 0 <= value < end for value in values)
+
+
+def _is_shape(values: Any) -> bool:
+    return _are_counts(values) and len(values) <= MAX_DIMS
 
 
 def _is_text(value: Any) -> bool:
@@ -97,21 +110,28 @@ def _check_layout(where: str, layout: Any) -> None:
     _check_keys(layout, where, _LAYOUT)
     shape, names, ranks, cuts = (layout[key] for key in ("mesh_shape", "mesh_dim_names", "rank_list", "cuts"))
     _require(_is_text(layout["device_type"]), where, layout["device_type"], "is not a type of device")
-    _require(_are_counts(shape) and 0 not in shape, where, shape, "is not the shape of a mesh")
+    _require(_is_shape(shape) and 0 not in shape, where, shape, "is not the shape of a mesh")
     are_names = names is None or (type(names) is list and len(names) == len(shape) and all(map(_is_text, names)))
     _require(are_names, where, names, f"are not names for a mesh of {len(shape)} axes")
-    _require(_are_counts(ranks) and len(ranks) == math.prod(shape), where, ranks, f"are not the ranks of mesh {shape}")
-    are_cuts = type(cuts) is list and all(_are_counts(axes, len(shape)) for axes in cuts)
-    _require(are_cuts, where, cuts, f"are not cuts by the axes of mesh {shape}")
+    are_ranks = _are_counts(ranks) and len(ranks) == math.prod(shape) and len(set(ranks)) == len(ranks)
+    _require(are_ranks, where, ranks, f"are not the ranks of mesh {shape}")
+    are_cuts = type(cuts) is list and len(cuts) <= MAX_DIMS and all(_are_counts(axes, len(shape)) for axes in cuts)
+    used = [axis for axes in cuts for axis in axes] if are_cuts else []
+    _require(are_cuts and len(set(used)) == len(used), where, cuts, f"are not cuts by the axes of mesh {shape}")
     partials = layout["partials"]
-    _require(type(partials) is list and len(partials) == len(shape), where, partials, "is not one for each axis")
+    are_partials = type(partials) is list and len(partials) == len(shape)
+    are_partials = are_partials and all(partial is None or _is_text(partial) for partial in partials)
+    _require(are_partials, where, partials, "is not one for each axis")
 
 
 def _check_tensor(where: str, entry: Any, layouts: list[Any], ranges: Ranges) -> None:
     _check_keys(entry, where, _TENSOR, ("grid", "boxes", "layout", "requires_grad"))
     shape, dtype = entry["shape"], entry["dtype"]
-    _require(_are_counts(shape), where, shape, "is not a shape")
+    _require(_is_shape(shape), where, shape, "is not a shape")
     _require(_is_text(dtype) and dtype in STORABLE_DTYPES, where, dtype, "is not a dtype that this version knows")
+    size = dtype_size(dtype)
+    has_size = math.prod(length or 1 for length in shape) * size < _MAX_COUNT
+    _require(has_size, where, shape, "is not a shape that anything could have")
     layout = entry.get("layout")
     if layout is not None:
         _require(_is_count(layout, 0, len(layouts)), where, layout, f"is not one of the {len(layouts)} layouts")
@@ -138,7 +158,6 @@ def _check_tensor(where: str, entry: Any, layouts: list[Any], ranges: Ranges) ->
     for key, end in (("file", len(ranges)), ("start", _MAX_COUNT), ("crc32c", _MAX_CRC)):
         is_right = _are_counts(entry[key], end) and len(entry[key]) == len(volumes)
         _require(is_right, where, entry[key], f"is not a '{key}' below {end} for each of the {len(volumes)} chunks")
-    size = dtype_size(dtype)
     for file, start, volume in zip(entry["file"], entry["start"], volumes, strict=True):
         ranges[file].append((start, volume * size, where))
 
@@ -200,26 +219,12 @@ def boxes_problem(boxes: list[Box], shape: Shape) -> str:
     for offsets, sizes in boxes:
         if 0 in sizes or any(at + size > end for at, size, end in zip(offsets, sizes, shape, strict=True)):
             return f"has a box at {list(offsets)} of size {list(sizes)}, which is no part of shape {list(shape)}"
-    twice = _overlapping(boxes)
-    if twice is not None:
-        return f"has boxes that overlap: at {list(twice[0][0])} and at {list(twice[1][0])}"
+    if covers_once(boxes, shape):
+        return ""
     num_covered, num_elements = sum(math.prod(sizes) for _, sizes in boxes), math.prod(shape)
-    if num_covered != num_elements:
-        return f"covers {num_covered} of the {num_elements} elements of shape {list(shape)}"
-    return ""
-
-
-def _overlapping(boxes: list[Box]) -> tuple[Box, Box] | None:
-    """Two boxes that share elements, found by a sweep along the dim in which most of them lie apart."""
-    ndim = len(boxes[0][0]) if boxes else 0
-    if ndim == 0:
-        return (boxes[0], boxes[1]) if len(boxes) > 1 else None
-    dim = max(range(ndim), key=lambda dim: len({offsets[dim] for offsets, _ in boxes}))
-    open_boxes: list[Box] = []
-    for box in sorted(boxes, key=lambda box: box[0][dim]):
-        open_boxes = [other for other in open_boxes if other[0][dim] + other[1][dim] > box[0][dim]]
-        for other in open_boxes:
-            if overlap(other, box) is not None:
-                return other, box
-        open_boxes.append(box)
-    return None
+    for one, other in itertools.combinations(boxes[:_LOOKED_AT], 2):
+        if overlap(one, other) is not None:
+            return f"has boxes that overlap: at {list(one[0])} and at {list(other[0])}"
+    if num_covered >= num_elements:
+        return "has boxes that overlap"
+    return f"covers {num_covered} of the {num_elements} elements of shape {list(shape)}"

@@ -3,6 +3,11 @@
 The bytes are a JSON text, then, where there are arrays or byte strings, a zero byte and their memory in one piece. A
 value that JSON lacks is an object whose ``"$"`` names its kind; ``"at"`` is the start and length of its memory. Reading
 them back runs no code of the file's choosing, unlike a pickle.
+
+Note [Objects of strangers]
+What is read takes memory in proportion to its bytes: each byte of the memory belongs to one value, so the lengths may
+not add up to more than there is, however often the text speaks of the same bytes. Keys of dicts and sets that have one
+hash would be compared each with each; numbers can be made so, and are refused.
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ import json
 import math
 import pathlib
 import pickle
+import re
 import struct
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +25,10 @@ from typing import Any
 import numpy as np
 
 from hyper_parallel.core.distributed_checkpoint.errors import CorruptCheckpointError
-from hyper_parallel.core.distributed_checkpoint.metadata import dtype_name, dtype_size
+from hyper_parallel.core.distributed_checkpoint.index_check import MAX_DIMS
+from hyper_parallel.core.distributed_checkpoint.metadata import STORABLE_DTYPES, dtype_name, dtype_size
+from hyper_parallel.core.distributed_checkpoint.shown_text import shown, shown_value
+from hyper_parallel.core.distributed_checkpoint.strict_json import parse_json
 from hyper_parallel.platform import get_platform
 
 _TAG = "$"
@@ -28,6 +37,9 @@ _MAX_BITS = 1 << 13  # of a number in digits: Python reads and writes no more th
 _DEPTH = 20  # to which a part that cannot be written is looked for
 _ARRAYS = (np.ndarray, np.memmap)
 _SEQUENCES: dict[str, Callable[[Any], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
+_DTYPE = re.compile(r"[<>|=][biufcmMSUV][0-9]{1,9}(\[[0-9]{0,9}[A-Za-z]{1,2}\])?")  # as numpy writes those of arrays
+_MAX_ALIKE = 100  # keys of one hash
+_MAX_EMPTY = 1 << 20  # elements of an array that take no bytes
 
 
 def encode_object(value: Any, name: str, allow_pickle: bool = False) -> tuple[bytes, str]:
@@ -53,20 +65,28 @@ def encode_object(value: Any, name: str, allow_pickle: bool = False) -> tuple[by
 
 def decode_object(data: bytes | memoryview, encoding: str, name: str, allow_pickle: bool = False) -> Any:
     """The object that :func:`encode_object` wrote."""
+    check_encoding(encoding, name, allow_pickle)
     if encoding == "pickle":
-        if not allow_pickle:
-            raise ValueError(
-                f"'{name}' was saved as a pickle, and loading a pickle runs whatever code it contains. If you trust "
-                "where the checkpoint comes from, pass planner=StandardLoadPlanner(allow_pickle=True)"
-            )
         return pickle.loads(data)
-    if encoding != "json":
-        raise CorruptCheckpointError(f"'{name}' has the unknown encoding {encoding!r}; a newer version may read it")
     text, _, blobs = bytes(data).partition(b"\0")
     try:
-        return _Decoder(blobs).plain(json.loads(text))
+        return _Decoder(blobs).plain(parse_json(text))
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, struct.error) as error:
-        raise CorruptCheckpointError(f"the object '{name}' cannot be decoded: {error!r}") from error
+        what = f"{type(error).__name__}: {shown(str(error))}"
+        raise CorruptCheckpointError(f"the object '{shown(name)}' cannot be decoded: {what}") from error
+
+
+def check_encoding(encoding: str, name: str, allow_pickle: bool) -> None:
+    """Raise unless objects of this encoding may be decoded."""
+    if encoding == "pickle" and not allow_pickle:
+        raise ValueError(
+            f"'{shown(name)}' was saved as a pickle, and loading a pickle runs whatever code it contains. If you trust "
+            "where the checkpoint comes from, pass planner=StandardLoadPlanner(allow_pickle=True)"
+        )
+    if encoding not in ("json", "pickle"):
+        raise CorruptCheckpointError(
+            f"'{shown(name)}' has the unknown encoding '{shown(encoding)}'; a newer version may read it"
+        )
 
 
 def _pickled(value: Any, name: str) -> bytes:
@@ -177,13 +197,17 @@ class _Encoder:
 class _Decoder:
     def __init__(self, blobs: bytes) -> None:
         self._blobs = blobs
+        self._num_left = len(blobs)  # bytes that no value has had yet
         self._platform = get_platform()
 
     def _memory(self, tagged: dict[str, Any]) -> bytes:
         start, length = tagged["at"]
-        data = self._blobs[start : start + length]
-        if start < 0 or len(data) != length:
+        data = self._blobs[start : start + length] if start >= 0 <= length else b""
+        if len(data) != length:
             raise ValueError(f"bytes {start} to {start + length} are not there")
+        self._num_left -= length
+        if self._num_left < 0:
+            raise ValueError("the same bytes belong to several values")
         return data
 
     def plain(self, value: Any) -> Any:
@@ -195,6 +219,15 @@ class _Decoder:
             return {key: self.plain(item) for key, item in value.items()}
         return self._of_kind(value[_TAG], value)
 
+    def _array(self, tagged: dict[str, Any]) -> np.ndarray[Any, Any]:
+        if not _DTYPE.fullmatch(tagged["dtype"]):
+            raise ValueError(f"{shown_value(tagged['dtype'])} is no dtype of numpy")
+        data, shape, dtype = self._memory(tagged), _shape(tagged["shape"]), np.dtype(tagged["dtype"])
+        count = math.prod(shape)
+        if count * dtype.itemsize != len(data) or (dtype.itemsize == 0 and count > _MAX_EMPTY):
+            raise ValueError(f"{len(data)} bytes are no array of shape {shape} and dtype {dtype}")
+        return np.ndarray(shape, dtype, data).copy()
+
     def _of_kind(self, kind: str, tagged: dict[str, Any]) -> Any:
         if kind == "int":
             return int(tagged["hex"], 16)
@@ -205,12 +238,12 @@ class _Decoder:
         if kind in ("bytes", "bytearray"):
             return self._memory(tagged) if kind == "bytes" else bytearray(self._memory(tagged))
         if kind in ("ndarray", "scalar"):
-            array = np.frombuffer(self._memory(tagged), np.dtype(tagged["dtype"])).reshape(tagged["shape"]).copy()
+            array = self._array(tagged)
             return array if kind == "ndarray" else array[()]
         if kind == "tensor":
-            data, shape = self._memory(tagged), tuple(tagged["shape"])
-            if min(shape, default=0) < 0 or math.prod(shape) * dtype_size(tagged["dtype"]) != len(data):
-                raise ValueError(f"{len(data)} bytes are no tensor of shape {shape} and dtype {tagged['dtype']}")
+            data, shape, dtype = self._memory(tagged), _shape(tagged["shape"]), tagged["dtype"]
+            if dtype_name(dtype) not in STORABLE_DTYPES or math.prod(shape) * dtype_size(dtype) != len(data):
+                raise ValueError(f"{len(data)} bytes are no tensor of shape {shape} and dtype {shown_value(dtype)}")
             tensor = self._platform.new_tensor(shape, tagged["dtype"], "cpu")
             raw = self._platform.raw_array(tensor)
             self._platform.set_raw(tensor, np.frombuffer(data, raw.dtype).reshape(raw.shape))
@@ -223,6 +256,8 @@ class _Decoder:
             return self._platform.list_to_size(tagged["items"])
         items = [self.plain(item) for item in tagged["items"]]
         if kind in _SEQUENCES:
+            if kind != "tuple":
+                _check_hashes(items)
             return _SEQUENCES[kind](items)
         if kind == "range":
             return range(*items)
@@ -231,6 +266,7 @@ class _Decoder:
         if kind == "deque":
             return collections.deque(items, tagged["maxlen"])
         pairs = [(key, item) for key, item in items]
+        _check_hashes([key for key, _ in pairs])
         if kind == "dict":
             return dict(pairs)
         if kind == "OrderedDict":
@@ -241,3 +277,16 @@ class _Decoder:
             factory = None if tagged["factory"] is None else _FACTORIES[tagged["factory"]]
             return collections.defaultdict(factory, pairs)
         raise ValueError(f"unknown tag {kind!r}")
+
+
+def _shape(sizes: Any) -> tuple[int, ...]:
+    if type(sizes) is not list or len(sizes) > MAX_DIMS or not all(type(n) is int and 0 <= n < 1 << 63 for n in sizes):
+        raise ValueError(f"{shown_value(sizes)} is no shape")
+    return tuple(sizes)
+
+
+def _check_hashes(keys: list[Any]) -> None:
+    if len(keys) > _MAX_ALIKE:
+        most = collections.Counter(map(hash, keys)).most_common(1)[0][1]
+        if most > _MAX_ALIKE:
+            raise ValueError(f"{most} keys have one hash")

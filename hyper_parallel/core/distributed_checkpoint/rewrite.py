@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from hyper_parallel.core.distributed_checkpoint.aside_folder import AsideFolder
 from hyper_parallel.core.distributed_checkpoint.checksum import crc32c
 from hyper_parallel.core.distributed_checkpoint.chunks import Box
 from hyper_parallel.core.distributed_checkpoint.file_names import data_file_name, new_save_name
@@ -284,9 +284,9 @@ def _write_chunks(
     writer = default_writer(destination)
     writer.open(destination)
     save_name = new_save_name()
-    writer.begin(save_name)
     written: list[str] = []
     try:
+        writer.begin(save_name)
         for owner, number, group in _files(chunks, dtypes, objects, max_file_bytes):
             staged = [_staged(item, source, dtypes, pieces, objects) for item in group]
             header, starts = make_header(staged)
@@ -380,16 +380,14 @@ def write_folder(
         raise ValueError(f"there are no tensors to write in '{selection.source.path}'")
     plan = FolderPlan(mapped.file_shapes, mapped.file_dtypes, max_file_bytes)
     target = folder_path(destination)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    aside = target.parent / f".{target.name}.saving"
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir()
+    aside = AsideFolder(target, new_save_name())
     pieces = mapped.by_file_name()
     whole = _Boxes(selection)
     done = 0
     try:
+        aside.make()
         for number in range(len(plan.headers)):
-            descriptor = create_file(aside / str(number), plan, number)
+            descriptor = create_file(aside.file(number), plan, number)
             try:
                 for name, entry in plan.entries.items():
                     if entry.file == number:
@@ -402,7 +400,7 @@ def write_folder(
                 os.close(descriptor)
         commit_folder(aside, target, plan)
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        aside.remove()
     return len(plan.entries)
 
 

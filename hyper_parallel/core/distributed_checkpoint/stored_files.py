@@ -14,15 +14,18 @@ from hyper_parallel.core.distributed_checkpoint.chunks import Shape
 from hyper_parallel.core.distributed_checkpoint.errors import CorruptCheckpointError
 from hyper_parallel.core.distributed_checkpoint.index_file import CheckpointIndex, StoredTensor, decode_index
 from hyper_parallel.core.distributed_checkpoint.metadata import Metadata, dtype_size
+from hyper_parallel.core.distributed_checkpoint.shown_text import shown
 from hyper_parallel.core.distributed_checkpoint.storage import (
     METADATA_FILE,
     CheckpointId,
     StorageReader,
     default_reader,
 )
+from hyper_parallel.platform.shared_segment import available_memory
 
 RAW_DTYPES = {1: np.dtype("u1"), 2: np.dtype("u2"), 4: np.dtype("u4"), 8: np.dtype("u8"), 16: np.dtype("V16")}
 _STEP = 16 << 20  # bytes that are checked at a time
+_LARGE = 64 << 20  # bytes of an object from which on the memory is looked at first
 
 
 class StoredFiles:
@@ -80,23 +83,40 @@ class StoredFiles:
     def object_bytes(self, key: str) -> memoryview:
         """The bytes of an object."""
         stored = self.index.objects[key]
-        data = self.reader.view(*self._place(stored.file, stored.start), stored.length)
+        place = self._place(stored.file, stored.start)
+        available = available_memory() if stored.length > _LARGE else None
+        if available is not None and stored.length > available:
+            raise MemoryError(
+                f"the object '{shown(key)}' in '{self.name}/{place[0]}' has {stored.length} bytes, and this host has "
+                f"{available} bytes of memory left; it is not read"
+            )
+        data = self.reader.view(*place, stored.length)
         if crc32c(data) != stored.crc32c:
-            raise CorruptCheckpointError(self.damaged(stored.file, f"the object '{key}'"))
+            raise CorruptCheckpointError(self.damaged(stored.file, f"the object '{shown(key)}'"))
         return data
+
+    def check_object(self, key: str) -> None:
+        """Raise unless an object is as it was written."""
+        stored = self.index.objects[key]
+        if self._checksum(*self._place(stored.file, stored.start), stored.length) != stored.crc32c:
+            raise CorruptCheckpointError(self.damaged(stored.file, f"the object '{shown(key)}'"))
 
     def check_header(self, number: int) -> None:
         """Raise unless a file has its size and its header is as it was written."""
         self._check_size(number)
         file = self.index.files[number]
-        if crc32c(self.reader.view(file.name, 0, file.header_bytes)) != file.header_crc:
+        if self._checksum(file.name, 0, file.header_bytes) != file.header_crc:
             raise CorruptCheckpointError(self.damaged(number, "its header"))
 
     def check_chunk(self, key: str, number: int) -> None:
         """Raise unless a chunk is as it was written."""
         tensor = self.index.tensors[key]
         length = math.prod(tensor.chunk_sizes(number)) * dtype_size(tensor.dtype)
-        name, start = self._place(tensor.file[number], tensor.start[number])
+        found = self._checksum(*self._place(tensor.file[number], tensor.start[number]), length)
+        self.compare(key, number, found, tensor.crc32c[number])
+
+    def _checksum(self, name: str, start: int, length: int) -> int:
+        """Of bytes of a file, read a few at a time."""
         step = self.reader.block_bytes or _STEP
         if len(self._buffer) < min(length, step):
             self._buffer = memoryview(bytearray(min(length, step)))
@@ -105,14 +125,14 @@ class StoredFiles:
             part = self._buffer[: min(step, length - at)]
             self.reader.read_into(name, start + at, part)
             crc = crc32c(part, crc)
-        self.compare(key, number, crc, tensor.crc32c[number])
+        return crc
 
     def compare(self, key: str, chunk: int, found: int, written: int) -> None:
         """Raise unless the checksum of a chunk is the one that was written."""
         if found != written:
             tensor = self.index.tensors[key]
             offsets, sizes = tensor.box(chunk)
-            what = f"'{key}' at {list(offsets)} (size {list(sizes)})"
+            what = f"'{shown(key)}' at {list(offsets)} (size {list(sizes)})"
             raise CorruptCheckpointError(self.damaged(tensor.file[chunk], what))
 
     def damaged(self, file: int, what: str) -> str:
@@ -188,4 +208,4 @@ def _checks(stored: StoredFiles) -> Iterator[tuple[int, Callable[[], Any]]]:
             num_bytes = math.prod(tensor.chunk_sizes(number)) * size
             yield num_bytes, lambda key=key, number=number: stored.check_chunk(key, number)  # type: ignore[misc]
     for key, described in index.objects.items():
-        yield described.length, lambda key=key: stored.object_bytes(key)  # type: ignore[misc]
+        yield described.length, lambda key=key: stored.check_object(key)  # type: ignore[misc]

@@ -30,9 +30,10 @@ def kind_of(place: str | os.PathLike[str]) -> str | None:
     if storage_for(place) == "fsspec":
         return OURS
     path = Path(os.fspath(place).removeprefix("file://"))
-    if (path / METADATA_FILE).is_file():
+    # Also where it is a device, or a link that leads nowhere: the reader says what is wrong with it.
+    if os.path.lexists(path / METADATA_FILE):
         return OURS
-    if (path / torch_dcp.METADATA_FILE).is_file():
+    if os.path.lexists(path / torch_dcp.METADATA_FILE):
         return TORCH
     return HUGGING_FACE if path.is_dir() and any(path.glob("*.safetensors")) else None
 
