@@ -125,7 +125,7 @@ def fastest(calls: dict[str, Call], num_rounds: int, num_calls: int) -> dict[str
 
 def is_gathering(call: Call) -> bool:
     """Whether the operator has no rule, so that its time would say nothing about the dispatch."""
-    from hyper_parallel.core.shard.strict_mode import strict
+    from hyper_parallel.core.shard.dispatching.strict_mode import strict
 
     try:
         with strict(implicit_redistribution=True):

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _DTENSOR = "hyper_parallel.core.dtensor"
 _SHARD = "hyper_parallel.core.shard"
+_MODULES = "hyper_parallel.core.modules"
 _TENSOR_PARALLEL = "hyper_parallel.core.tensor_parallel"
 _HOME_OF = {
     "get_platform": "hyper_parallel.platform",
@@ -52,19 +53,19 @@ _HOME_OF = {
     "explain": f"{_DTENSOR}.explain",
     "redistribute_local": f"{_DTENSOR}.tensor_redistribution",
     "DFunction": f"{_SHARD}.dfunction",
-    "DistributedOp": f"{_SHARD}.own_ops",
-    "implicit_replication": f"{_SHARD}.mixing",
-    "custom_shard": f"{_SHARD}.own_ops",
-    "local_map": f"{_SHARD}.own_ops",
-    "register_op": f"{_SHARD}.own_ops",
-    "strict": f"{_SHARD}.strict_mode",
-    "ShardingPlan": f"{_SHARD}.sharding_plan",
-    "shard_module": f"{_SHARD}.sharding_plan",
+    "DistributedOp": f"{_SHARD}.custom.custom_ops",
+    "implicit_replication": f"{_SHARD}.dispatching.mixing",
+    "custom_shard": f"{_SHARD}.custom.custom_ops",
+    "local_map": f"{_SHARD}.custom.custom_ops",
+    "register_op": f"{_SHARD}.custom.custom_ops",
+    "strict": f"{_SHARD}.dispatching.strict_mode",
+    "ShardingPlan": f"{_MODULES}.sharding_plan",
+    "shard_module": f"{_MODULES}.sharding_plan",
     "manual_seed": f"{_DTENSOR}.random_state",
     "FusedColwiseParallel": f"{_TENSOR_PARALLEL}.part_styles",
     "HeadParallel": f"{_TENSOR_PARALLEL}.part_styles",
-    "deferred_init": f"{_TENSOR_PARALLEL}.deferred",
-    "materialize": f"{_TENSOR_PARALLEL}.deferred",
+    "deferred_init": f"{_MODULES}.deferred",
+    "materialize": f"{_MODULES}.deferred",
     "loss_parallel": f"{_TENSOR_PARALLEL}.loss",
     "parallelize_module": f"{_TENSOR_PARALLEL}.parallelize",
     **dict.fromkeys(
@@ -102,7 +103,7 @@ __all__ = ["__version__", *_HOME_OF, *_OF_PLATFORM, *_ROOMS, "init_empty_weights
 
 # What lies above the platform's folder and is asked for through it.
 _Platform.tensor_transform_provider = staticmethod(lambda: __getattr__("redistribute_local"))
-_Platform.operators_provider = staticmethod(lambda: importlib.import_module(f"{_SHARD}.dispatch"))
+_Platform.operators_provider = staticmethod(lambda: importlib.import_module(f"{_SHARD}.dispatching.dispatch"))
 
 
 def init_empty_weights() -> Any:

@@ -17,6 +17,7 @@ _FLOORS = [
     ["platform"],
     ["core.dtensor", "core.utils"],
     ["core.shard"],
+    ["core.modules"],
     [
         "core",  # Only its front door, `core/__init__.py`.
         "core.tensor_parallel",
@@ -24,7 +25,7 @@ _FLOORS = [
         "core.pipeline_parallel",
         "core.context_parallel",
         "core.expert_parallel",
-        "core.activation_checkpoint",
+        "core.activation_memory",
         "core.distributed_checkpoint",
     ],
     ["plans", "drawing"],
@@ -296,7 +297,11 @@ def test_guard_is_content_with_a_good_house(house):
             "from hyper_parallel.core import fully_shard",
             "core.shard imports core.fully_shard",
         ),
-        ("core/shard/dispatch.py", "import hyper_parallel", "core.shard imports hyper_parallel, which stands above it"),
+        (
+            "core/shard/dispatch.py",
+            "import hyper_parallel",
+            "core.shard imports hyper_parallel, which stands above it",
+        ),
         ("core/fully_shard/__init__.py", "import hyper_parallel.models", "core.fully_shard imports models, which"),
         ("core/fully_shard/__init__.py", "from ...trainer import x", "core.fully_shard imports trainer, which stands"),
         ("models/__init__.py", "from hyper_parallel import trainer", "models imports trainer, which stands above it"),

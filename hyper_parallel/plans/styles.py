@@ -19,10 +19,10 @@ from hyper_parallel.core.dtensor.distributed_tensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard
 from hyper_parallel.core.dtensor.skip_dispatch import SkipDTensorDispatch
-from hyper_parallel.core.shard.mixing import implicit_replication
-from hyper_parallel.core.shard.random_ops import same_draws
-from hyper_parallel.core.tensor_parallel.module_parameters import distribute_parameter, split_parameter
-from hyper_parallel.core.tensor_parallel.placements import per_axis
+from hyper_parallel.core.modules.module_parameters import distribute_parameter, split_parameter
+from hyper_parallel.core.modules.placements import per_axis
+from hyper_parallel.core.shard.dispatching.mixing import implicit_replication
+from hyper_parallel.core.shard.dispatching.random_ops import same_draws
 from hyper_parallel.core.tensor_parallel.style_base import ParallelStyle, described
 from hyper_parallel.platform import get_platform
 

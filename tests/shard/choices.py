@@ -31,10 +31,10 @@ from typing import Any
 import torch
 
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.shard import dispatch, plan_call
-from hyper_parallel.core.shard.rule_table import Rule
-from hyper_parallel.core.shard.signature import OpCall, Signature, TensorSpec
-from hyper_parallel.core.shard.strategy import _blocked_letters
+from hyper_parallel.core.shard.dispatching import dispatch, plan_call
+from hyper_parallel.core.shard.dispatching.strategy import _blocked_letters
+from hyper_parallel.core.shard.rule_kit.rule_table import Rule
+from hyper_parallel.core.shard.rule_kit.signature import OpCall, Signature, TensorSpec
 
 Layouts = tuple[Layout, ...]  # one for each tensor of a call
 Fixed = dict[int, Layout]  # the layouts of the tensors at which a rule has looked

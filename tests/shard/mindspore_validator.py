@@ -22,8 +22,8 @@ from mindspore import Tensor
 
 import hyper_parallel as hp
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.shard import dispatch
-from hyper_parallel.core.shard.rule_table import rule_names
+from hyper_parallel.core.shard.dispatching import dispatch
+from hyper_parallel.core.shard.rule_kit.rule_table import rule_names
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.mindspore import private_api
 from tests.shard.mindspore_absent_rules import REASONS, by_reason

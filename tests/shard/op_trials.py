@@ -24,7 +24,7 @@ import numpy
 import torch
 
 import hyper_parallel as hp
-from hyper_parallel.core.shard.strict_mode import gathered_ops
+from hyper_parallel.core.shard.dispatching.strict_mode import gathered_ops
 from tests.shard.validator import spread, tensors_in
 
 # These give other values at every call, or memory that nobody has written to: only shapes and replicas are compared.

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import hyper_parallel as hp
-from hyper_parallel.core.shard.copied_views import CopiedView
+from hyper_parallel.core.shard.dispatching.copied_views import CopiedView
 from tests.shard.validator import layouts_of
 from tests.world import run_on_ranks
 

@@ -11,7 +11,7 @@ import torch
 
 import hyper_parallel as hp
 from hyper_parallel.core.dtensor.autograd_edges import move
-from hyper_parallel.core.shard.vary import enter
+from hyper_parallel.core.shard.dispatching.input_edges import enter
 from tests.shard.validator import _block, layouts_of, spread, tensor
 
 only_on = "torch"  # the same code of core on both; each way is run with PyTorch's tensors, which are ten times as fast

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import hyper_parallel as hp
-from hyper_parallel.core.shard.rule_table import rule_names
+from hyper_parallel.core.shard.rule_kit.rule_table import rule_names
 from tests.shard.choices import choices_under, every_choice, planned_calls
 from tests.shard.validator import Sample, _calls_of, _replace, assert_valid, layouts_of, tensor, tensors_in
 

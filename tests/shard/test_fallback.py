@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import hyper_parallel as hp
-from hyper_parallel.core.shard.strict_mode import gathered_ops
+from hyper_parallel.core.shard.dispatching.strict_mode import gathered_ops
 from tests.frameworks import assert_close, backward, dist, distribute_tensor, grad_of, leaf, on_mindspore
 from tests.world import run_on_ranks
 

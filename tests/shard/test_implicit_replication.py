@@ -80,7 +80,7 @@ def test_writing_a_distributed_tensor_into_a_plain_one_writes_its_memory():
 
 
 def test_it_holds_for_its_own_thread_and_ends_with_an_error():
-    from hyper_parallel.core.shard.mixing import replicating
+    from hyper_parallel.core.shard.dispatching.mixing import replicating
 
     with pytest.raises(KeyError), hp.implicit_replication():
         assert replicating.depth == 1

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from hyper_parallel.core.shard.rule_table import rule_names
+from hyper_parallel.core.shard.rule_kit.rule_table import rule_names
 from tests.shard.mindspore_absent_rules import REASONS
 from tests.shard.mindspore_samples import SAMPLES
 from tests.shard.mindspore_validator import BEGIN, DOCS, END, MOST_LAYOUTS, row, validate

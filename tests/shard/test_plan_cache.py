@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import hyper_parallel as hp
-from hyper_parallel.core.shard import dispatch, plan_call
+from hyper_parallel.core.shard.dispatching import dispatch, plan_call
 from tests.frameworks import assert_close, distribute_tensor, from_local, on_mindspore, ours, theirs
 from tests.frameworks.functions import cat, softmax
 from tests.shard.validator import tensor

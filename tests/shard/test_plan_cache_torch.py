@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import hyper_parallel as hp
-from hyper_parallel.core.shard import dispatch
+from hyper_parallel.core.shard.dispatching import dispatch
 from tests.shard.validator import tensor
 from tests.world import run_on_ranks
 

@@ -9,7 +9,7 @@ import torch
 
 import hyper_parallel as hp
 from hyper_parallel.core.dtensor.comm_recorder import CommRecorder
-from hyper_parallel.core.shard.strict_mode import strict
+from hyper_parallel.core.shard.dispatching.strict_mode import strict
 from tests.frameworks import (
     assert_close,
     backward,

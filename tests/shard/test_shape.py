@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import hyper_parallel as hp
-from hyper_parallel.core.shard.strict_mode import strict
+from hyper_parallel.core.shard.dispatching.strict_mode import strict
 from tests.shard.validator import Sample, assert_valid, tensor
 from tests.world import run_on_ranks
 

@@ -10,9 +10,9 @@ import pytest
 from hyper_parallel import Layout, Replicate, Shard
 from hyper_parallel.core.dtensor.device_mesh import init_device_mesh
 from hyper_parallel.core.dtensor.redistribution_plan import plan_redistribution
-from hyper_parallel.core.shard.rule_table import parse_equation
-from hyper_parallel.core.shard.signature import OpCall, TensorSpec
-from hyper_parallel.core.shard.strategy import choose
+from hyper_parallel.core.shard.dispatching.strategy import choose
+from hyper_parallel.core.shard.rule_kit.rule_table import parse_equation
+from hyper_parallel.core.shard.rule_kit.signature import OpCall, TensorSpec
 
 
 class _Tensors:

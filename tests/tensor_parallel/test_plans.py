@@ -215,7 +215,7 @@ def test_padding_mask_and_eval_mode_of_the_encoder():
 
 @run_on_ranks(2)
 def test_an_error_inside_forward_ends_the_promise_about_plain_tensors():
-    from hyper_parallel.core.shard.mixing import replicating
+    from hyper_parallel.core.shard.dispatching.mixing import replicating
 
     model, _ = _build("llama")
     hp.parallelize_module(model, _mesh(), hp.plans.for_model(model))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from hyper_parallel.core.shard.mixing import implicit_replication
+from hyper_parallel.core.shard.dispatching.mixing import implicit_replication
 
 
 @contextmanager

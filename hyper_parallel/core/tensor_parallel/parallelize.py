@@ -7,9 +7,9 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.distributed_tensor import resolve_mesh
-from hyper_parallel.core.shard.module_paths import match_paths
-from hyper_parallel.core.shard.plain_parameters import name_parameters
-from hyper_parallel.core.tensor_parallel.module_parameters import keeping_ties
+from hyper_parallel.core.modules.module_parameters import keeping_ties
+from hyper_parallel.core.modules.module_paths import match_paths
+from hyper_parallel.core.modules.plain_parameters import name_parameters
 from hyper_parallel.core.tensor_parallel.style_base import ParallelStyle
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.framework_of import require_module

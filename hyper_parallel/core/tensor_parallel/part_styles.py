@@ -24,12 +24,12 @@ from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import Partial, Replicate, Shard
-from hyper_parallel.core.shard.boundary import Entry, Exit
-from hyper_parallel.core.shard.plain_parameters import refuse_cut_uses
-from hyper_parallel.core.shard.vary import enter as enter_varying
+from hyper_parallel.core.modules.boundary import Entry, Exit
+from hyper_parallel.core.modules.module_parameters import distribute_parameter, split_parameter
+from hyper_parallel.core.modules.placements import Placements, check_placements, per_axis
+from hyper_parallel.core.modules.plain_parameters import refuse_cut_uses
+from hyper_parallel.core.shard.dispatching.input_edges import enter as enter_varying
 from hyper_parallel.core.tensor_parallel.head_share import HeadShare, rows_of
-from hyper_parallel.core.tensor_parallel.module_parameters import distribute_parameter, split_parameter
-from hyper_parallel.core.tensor_parallel.placements import Placements, check_placements, per_axis
 from hyper_parallel.core.tensor_parallel.projection import plus_bias
 from hyper_parallel.core.tensor_parallel.side_by_side import SideBySide
 from hyper_parallel.core.tensor_parallel.style import ColwiseParallel, RowwiseParallel

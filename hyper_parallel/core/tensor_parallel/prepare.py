@@ -7,8 +7,8 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.placement_types import Placement
-from hyper_parallel.core.shard.boundary import Entry, Exit
-from hyper_parallel.core.tensor_parallel.placements import Placements, check_placements, per_axis
+from hyper_parallel.core.modules.boundary import Entry, Exit
+from hyper_parallel.core.modules.placements import Placements, check_placements, per_axis
 from hyper_parallel.core.tensor_parallel.style_base import ParallelStyle, described
 from hyper_parallel.platform import get_platform
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
-from hyper_parallel.core.shard.boundary import Entry, Exit, leave
+from hyper_parallel.core.modules.boundary import Entry, Exit, leave
 from hyper_parallel.platform import get_platform
 
 _platform = get_platform()

@@ -11,9 +11,9 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard
-from hyper_parallel.core.shard.boundary import Entry, Exit
-from hyper_parallel.core.tensor_parallel.module_parameters import distribute_parameter, replicate_parameters
-from hyper_parallel.core.tensor_parallel.placements import Placements, check_placements, per_axis
+from hyper_parallel.core.modules.boundary import Entry, Exit
+from hyper_parallel.core.modules.module_parameters import distribute_parameter, replicate_parameters
+from hyper_parallel.core.modules.placements import Placements, check_placements, per_axis
 from hyper_parallel.core.tensor_parallel.prepare import (
     PrepareModuleInput,
     PrepareModuleInputOutput,

@@ -2,7 +2,7 @@
 
 MindSpore's autograd functions would hand DTensors to ``forward`` and, in backward, blocks of the gradients as plain
 tensors. So ``apply`` of the platform's ``Function`` lets a handler of the library take over where DTensors are given;
-see Note [A function of your own sees whole tensors] in ``core/shard/autograd_helpers.py``.
+see Note [A function of your own sees whole tensors] in ``core/shard/dispatching/autograd_helpers.py``.
 """
 
 from __future__ import annotations

@@ -22,9 +22,9 @@ from typing import Any
 from hyper_parallel.core.dtensor import random_state
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.random_fill import random_block
-from hyper_parallel.core.shard.rule_table import rule
+from hyper_parallel.core.shard.rule_kit.rule_table import rule
+from hyper_parallel.core.shard.rule_kit.signature import LocalCall, OpCall, Signature, TensorSpec, letters
 from hyper_parallel.core.shard.rules.matmul import align
-from hyper_parallel.core.shard.signature import LocalCall, OpCall, Signature, TensorSpec, letters
 from hyper_parallel.platform import get_platform
 
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")

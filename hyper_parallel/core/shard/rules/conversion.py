@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
-from hyper_parallel.core.shard.rule_table import rule
+from hyper_parallel.core.shard.dispatching.special_ops import SPECIAL_OPS
+from hyper_parallel.core.shard.rule_kit.rule_table import rule
+from hyper_parallel.core.shard.rule_kit.signature import OpCall, Signature, letters
 from hyper_parallel.core.shard.rules.views import ALONE
-from hyper_parallel.core.shard.signature import OpCall, Signature, letters
-from hyper_parallel.core.shard.special_ops import SPECIAL_OPS
 from hyper_parallel.platform import get_platform
 
 _platform = get_platform()

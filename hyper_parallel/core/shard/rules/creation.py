@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
-from hyper_parallel.core.shard.special_ops import SPECIAL_OPS
+from hyper_parallel.core.shard.dispatching.special_ops import SPECIAL_OPS
 from hyper_parallel.platform import get_platform
 
 _platform = get_platform()

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.shard.rule_table import rule
+from hyper_parallel.core.shard.rule_kit.rule_table import rule
+from hyper_parallel.core.shard.rule_kit.signature import Labels, LocalCall, OpCall, Signature, TensorSpec, letters
 from hyper_parallel.core.shard.rules.cut_letters import (
     all_reduced,
     arguments,
@@ -27,7 +28,6 @@ from hyper_parallel.core.shard.rules.cut_letters import (
 from hyper_parallel.core.shard.rules.losses import loss_signature
 from hyper_parallel.core.shard.rules.positions import check_positions
 from hyper_parallel.core.shard.rules.softmax import cut_logsumexp
-from hyper_parallel.core.shard.signature import Labels, LocalCall, OpCall, Signature, TensorSpec, letters
 from hyper_parallel.platform import get_platform
 
 _platform = get_platform()

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from hyper_parallel.core.dtensor.layout import Layout, Shape
-from hyper_parallel.core.shard.signature import Labels, LocalCall, OpCall
+from hyper_parallel.core.shard.rule_kit.signature import Labels, LocalCall, OpCall
 from hyper_parallel.platform import get_platform
 
 _platform = get_platform()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from hyper_parallel.core.shard.rule_table import rule
-from hyper_parallel.core.shard.signature import Labels, OpCall, Signature, TensorSpec
+from hyper_parallel.core.shard.rule_kit.rule_table import rule
+from hyper_parallel.core.shard.rule_kit.signature import Labels, OpCall, Signature, TensorSpec
 
 _ELLIPSIS = "..."
 

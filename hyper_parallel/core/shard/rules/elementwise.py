@@ -5,10 +5,17 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from hyper_parallel.core.shard.agreed_errors import on_host, with_agreed_errors
-from hyper_parallel.core.shard.empty_blocks import block_tensors
-from hyper_parallel.core.shard.rule_table import rule
-from hyper_parallel.core.shard.signature import LocalCall, OpCall, Signature, TensorSpec, broadcast_labels, letters
+from hyper_parallel.core.shard.rule_kit.agreed_errors import on_host, with_agreed_errors
+from hyper_parallel.core.shard.rule_kit.empty_blocks import block_tensors
+from hyper_parallel.core.shard.rule_kit.rule_table import rule
+from hyper_parallel.core.shard.rule_kit.signature import (
+    LocalCall,
+    OpCall,
+    Signature,
+    TensorSpec,
+    broadcast_labels,
+    letters,
+)
 from hyper_parallel.platform import get_platform
 
 _platform = get_platform()

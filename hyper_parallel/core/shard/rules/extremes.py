@@ -9,10 +9,17 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from hyper_parallel.core.shard.rule_table import rule
+from hyper_parallel.core.shard.rule_kit.rule_table import rule
+from hyper_parallel.core.shard.rule_kit.signature import (
+    LocalCall,
+    OpCall,
+    Signature,
+    TensorSpec,
+    broadcast_labels,
+    letters,
+)
 from hyper_parallel.core.shard.rules.cut_letters import all_reduced, arguments, block_region, varied
 from hyper_parallel.core.shard.rules.reductions import labels_of, reduced_dims, reduced_group, reduction
-from hyper_parallel.core.shard.signature import LocalCall, OpCall, Signature, TensorSpec, broadcast_labels, letters
 from hyper_parallel.platform import get_platform
 
 _platform = get_platform()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hyper_parallel.core.dtensor.layout import Shape
-from hyper_parallel.core.shard.signature import TensorSpec
+from hyper_parallel.core.shard.rule_kit.signature import TensorSpec
 from hyper_parallel.platform import get_platform
 
 _platform = get_platform()

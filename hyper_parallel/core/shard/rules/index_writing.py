@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hyper_parallel.core.shard.rule_table import rule
+from hyper_parallel.core.shard.rule_kit.rule_table import rule
+from hyper_parallel.core.shard.rule_kit.signature import Labels, LocalCall, OpCall, Signature, TensorSpec, letters
 from hyper_parallel.core.shard.rules.index_entries import (
     INT,
     NEW,
@@ -24,7 +25,6 @@ from hyper_parallel.core.shard.rules.index_entries import (
     is_odd,
     parse,
 )
-from hyper_parallel.core.shard.signature import Labels, LocalCall, OpCall, Signature, TensorSpec, letters
 from hyper_parallel.platform import get_platform
 
 _platform = get_platform()

@@ -11,8 +11,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hyper_parallel.core.shard.empty_blocks import with_spare_row
-from hyper_parallel.core.shard.rule_table import rule
+from hyper_parallel.core.shard.rule_kit.empty_blocks import with_spare_row
+from hyper_parallel.core.shard.rule_kit.rule_table import rule
+from hyper_parallel.core.shard.rule_kit.signature import (
+    Labels,
+    LocalCall,
+    OpCall,
+    Signature,
+    TensorSpec,
+    broadcast_labels,
+    letters,
+)
 from hyper_parallel.core.shard.rules.index_entries import (
     INT,
     NEW,
@@ -29,15 +38,6 @@ from hyper_parallel.core.shard.rules.index_entries import (
 )
 from hyper_parallel.core.shard.rules.positions import with_checked_positions
 from hyper_parallel.core.shard.rules.views import ALONE
-from hyper_parallel.core.shard.signature import (
-    Labels,
-    LocalCall,
-    OpCall,
-    Signature,
-    TensorSpec,
-    broadcast_labels,
-    letters,
-)
 from hyper_parallel.platform import get_platform
 
 _platform = get_platform()

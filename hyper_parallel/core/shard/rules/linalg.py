@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from hyper_parallel.core.shard.agreed_errors import with_agreed_errors
-from hyper_parallel.core.shard.rule_table import rule
+from hyper_parallel.core.shard.rule_kit.agreed_errors import with_agreed_errors
+from hyper_parallel.core.shard.rule_kit.rule_table import rule
+from hyper_parallel.core.shard.rule_kit.signature import OpCall, Signature, TensorSpec, letters
 from hyper_parallel.core.shard.rules.matmul import align
-from hyper_parallel.core.shard.signature import OpCall, Signature, TensorSpec, letters
 
 # For each operator the number of dims of one item (a matrix, a vector) in each tensor, in the order of the arguments.
 _ITEM_DIMS = {

@@ -8,11 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
-from hyper_parallel.core.shard.agreed_errors import on_host, with_agreed_errors
-from hyper_parallel.core.shard.rule_table import rule
-from hyper_parallel.core.shard.rules.cut_letters import arguments, call_with, is_cut, num_elements
-from hyper_parallel.core.shard.rules.positions import with_checked_positions
-from hyper_parallel.core.shard.signature import (
+from hyper_parallel.core.shard.dispatching.special_ops import SPECIAL_OPS
+from hyper_parallel.core.shard.rule_kit.agreed_errors import on_host, with_agreed_errors
+from hyper_parallel.core.shard.rule_kit.rule_table import rule
+from hyper_parallel.core.shard.rule_kit.signature import (
     Labels,
     LocalCall,
     OpCall,
@@ -21,7 +20,8 @@ from hyper_parallel.core.shard.signature import (
     broadcast_labels,
     letters,
 )
-from hyper_parallel.core.shard.special_ops import SPECIAL_OPS
+from hyper_parallel.core.shard.rules.cut_letters import arguments, call_with, is_cut, num_elements
+from hyper_parallel.core.shard.rules.positions import with_checked_positions
 from hyper_parallel.platform import get_platform
 
 _platform = get_platform()

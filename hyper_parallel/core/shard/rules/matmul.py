@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from hyper_parallel.core.shard.added_term import added_once, replace_tensor
-from hyper_parallel.core.shard.empty_blocks import has_empty_block, zeros_in_graph
-from hyper_parallel.core.shard.rule_table import einsum_rule, rule
-from hyper_parallel.core.shard.signature import Labels, LocalCall, OpCall, Signature, broadcast_labels, letters
+from hyper_parallel.core.shard.rule_kit.added_term import added_once, replace_tensor
+from hyper_parallel.core.shard.rule_kit.empty_blocks import has_empty_block, zeros_in_graph
+from hyper_parallel.core.shard.rule_kit.rule_table import einsum_rule, rule
+from hyper_parallel.core.shard.rule_kit.signature import Labels, LocalCall, OpCall, Signature, broadcast_labels, letters
 
 _ALONE = (frozenset({0}), frozenset({1}))
 _SUM = {"k": "sum"}

@@ -5,7 +5,15 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from hyper_parallel.core.shard.rule_table import rule
+from hyper_parallel.core.shard.rule_kit.rule_table import rule
+from hyper_parallel.core.shard.rule_kit.signature import (
+    LocalCall,
+    OpCall,
+    Signature,
+    broadcast_labels,
+    letters,
+    without,
+)
 from hyper_parallel.core.shard.rules.cut_letters import (
     all_reduced,
     arguments,
@@ -18,7 +26,6 @@ from hyper_parallel.core.shard.rules.cut_letters import (
 )
 from hyper_parallel.core.shard.rules.extremes import shared_extreme
 from hyper_parallel.core.shard.rules.reductions import is_of_floats, labels_of, reduced_dims, reduced_group, reduction
-from hyper_parallel.core.shard.signature import LocalCall, OpCall, Signature, broadcast_labels, letters, without
 from hyper_parallel.platform import get_platform
 
 _platform = get_platform()

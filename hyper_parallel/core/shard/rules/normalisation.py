@@ -9,8 +9,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hyper_parallel.core.shard.empty_blocks import lacks_rows, with_spare_rows
-from hyper_parallel.core.shard.rule_table import rule
+from hyper_parallel.core.shard.rule_kit.empty_blocks import lacks_rows, with_spare_rows
+from hyper_parallel.core.shard.rule_kit.rule_table import rule
+from hyper_parallel.core.shard.rule_kit.signature import Labels, LocalCall, OpCall, Signature, letters, without
 from hyper_parallel.core.shard.rules.cut_letters import (
     all_reduced,
     arguments,
@@ -23,7 +24,6 @@ from hyper_parallel.core.shard.rules.cut_letters import (
     sum_over,
     varied,
 )
-from hyper_parallel.core.shard.signature import Labels, LocalCall, OpCall, Signature, letters, without
 from hyper_parallel.platform import get_platform
 
 _platform = get_platform()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from hyper_parallel.core.shard.empty_blocks import lacks_rows, with_spare_rows
-from hyper_parallel.core.shard.rule_table import rule
+from hyper_parallel.core.shard.rule_kit.empty_blocks import lacks_rows, with_spare_rows
+from hyper_parallel.core.shard.rule_kit.rule_table import rule
+from hyper_parallel.core.shard.rule_kit.signature import Labels, OpCall, Signature, letters, without
 from hyper_parallel.core.shard.rules.shape import all_together, dim_list
 from hyper_parallel.core.shard.rules.views import ALONE
-from hyper_parallel.core.shard.signature import Labels, OpCall, Signature, letters, without
 
 # The position of the dim among the arguments, behind the tensor, and its default.
 _DIMS = {

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.shard.signature import LocalCall, Signature
+from hyper_parallel.core.shard.rule_kit.signature import LocalCall, Signature
 from hyper_parallel.platform import get_platform
 
 _platform = get_platform()

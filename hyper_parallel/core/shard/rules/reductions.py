@@ -6,16 +6,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from hyper_parallel.core.shard.rule_table import rule
-from hyper_parallel.core.shard.rules.cut_letters import (
-    all_reduced,
-    arguments,
-    block_region,
-    group_of,
-    is_cut,
-    num_elements,
-)
-from hyper_parallel.core.shard.signature import (
+from hyper_parallel.core.shard.rule_kit.rule_table import rule
+from hyper_parallel.core.shard.rule_kit.signature import (
     Labels,
     LocalCall,
     OpCall,
@@ -23,6 +15,14 @@ from hyper_parallel.core.shard.signature import (
     TensorSpec,
     broadcast_labels,
     letters,
+)
+from hyper_parallel.core.shard.rules.cut_letters import (
+    all_reduced,
+    arguments,
+    block_region,
+    group_of,
+    is_cut,
+    num_elements,
 )
 from hyper_parallel.platform import get_platform
 

@@ -12,12 +12,20 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from hyper_parallel.core.shard.empty_blocks import with_spare_row
-from hyper_parallel.core.shard.rule_table import rule
+from hyper_parallel.core.shard.rule_kit.empty_blocks import with_spare_row
+from hyper_parallel.core.shard.rule_kit.rule_table import rule
+from hyper_parallel.core.shard.rule_kit.signature import (
+    Labels,
+    LocalCall,
+    OpCall,
+    Signature,
+    TensorSpec,
+    letters,
+    without,
+)
 from hyper_parallel.core.shard.rules.index_entries import can_be_pending, rows_here
 from hyper_parallel.core.shard.rules.positions import with_checked_positions
 from hyper_parallel.core.shard.rules.views import ALONE
-from hyper_parallel.core.shard.signature import Labels, LocalCall, OpCall, Signature, TensorSpec, letters, without
 from hyper_parallel.platform import get_platform
 
 _platform = get_platform()

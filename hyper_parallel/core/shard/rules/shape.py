@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from hyper_parallel.core.dtensor.layout import Shape
-from hyper_parallel.core.shard.empty_blocks import with_spare_rows
-from hyper_parallel.core.shard.rule_table import rule
-from hyper_parallel.core.shard.rules.views import ALONE, view_labels
-from hyper_parallel.core.shard.signature import (
+from hyper_parallel.core.shard.rule_kit.empty_blocks import with_spare_rows
+from hyper_parallel.core.shard.rule_kit.rule_table import rule
+from hyper_parallel.core.shard.rule_kit.signature import (
     Labels,
     LocalCall,
     OpCall,
@@ -17,6 +16,7 @@ from hyper_parallel.core.shard.signature import (
     letters,
     without,
 )
+from hyper_parallel.core.shard.rules.views import ALONE, view_labels
 
 
 def dim_list(given: Any, ndim: int) -> list[int]:

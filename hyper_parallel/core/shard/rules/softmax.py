@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from hyper_parallel.core.shard.rule_table import rule
+from hyper_parallel.core.shard.rule_kit.rule_table import rule
+from hyper_parallel.core.shard.rule_kit.signature import LocalCall, OpCall, Signature, letters, without
 from hyper_parallel.core.shard.rules.cut_letters import (
     all_reduced,
     arguments,
@@ -17,7 +18,6 @@ from hyper_parallel.core.shard.rules.cut_letters import (
 )
 from hyper_parallel.core.shard.rules.extremes import extreme_of_block
 from hyper_parallel.core.shard.rules.reductions import checked_dim, reduced_dims, reduced_group, reduction
-from hyper_parallel.core.shard.signature import LocalCall, OpCall, Signature, letters, without
 from hyper_parallel.platform import get_platform
 
 _platform = get_platform()

@@ -15,11 +15,11 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout, Shape
-from hyper_parallel.core.shard.empty_blocks import has_empty_block
-from hyper_parallel.core.shard.gather_fallback import run_gathered
-from hyper_parallel.core.shard.rule_table import rule
-from hyper_parallel.core.shard.signature import Labels, LocalCall, OpCall, Signature, letters
-from hyper_parallel.core.shard.special_ops import SPECIAL_OPS
+from hyper_parallel.core.shard.dispatching.gather_fallback import run_gathered
+from hyper_parallel.core.shard.dispatching.special_ops import SPECIAL_OPS
+from hyper_parallel.core.shard.rule_kit.empty_blocks import has_empty_block
+from hyper_parallel.core.shard.rule_kit.rule_table import rule
+from hyper_parallel.core.shard.rule_kit.signature import Labels, LocalCall, OpCall, Signature, letters
 from hyper_parallel.platform import get_platform
 
 _platform = get_platform()

@@ -11,8 +11,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from hyper_parallel.core.shard.empty_blocks import block_tensors
-from hyper_parallel.core.shard.signature import LocalCall, Signature
+from hyper_parallel.core.shard.rule_kit.empty_blocks import block_tensors
+from hyper_parallel.core.shard.rule_kit.signature import LocalCall, Signature
 from hyper_parallel.platform import get_platform
 
 _platform = get_platform()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hyper_parallel.core.shard.signature import LocalCall
+from hyper_parallel.core.shard.rule_kit.signature import LocalCall
 from hyper_parallel.platform import get_platform
 
 

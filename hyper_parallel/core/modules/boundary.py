@@ -22,7 +22,7 @@ from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import Partial
-from hyper_parallel.core.shard.plain_parameters import refuse_cut_uses
+from hyper_parallel.core.modules.plain_parameters import refuse_cut_uses
 from hyper_parallel.platform import get_platform
 
 _platform = get_platform()

@@ -10,13 +10,18 @@ from hyper_parallel.core.dtensor.comm_recorder import because
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout, Shape
 from hyper_parallel.core.dtensor.shard_sizes import finish_checks
-from hyper_parallel.core.shard.copied_views import apart_where_copied, is_view_call, link, may_be_view_by_chance
-from hyper_parallel.core.shard.mixing import PendingWriteError, refuse_plain, same_mesh
-from hyper_parallel.core.shard.rule_table import Rule, find_rule
-from hyper_parallel.core.shard.signature import LocalCall, OpCall, Signature, TensorSpec
-from hyper_parallel.core.shard.strategy import Choice, choose
-from hyper_parallel.core.shard.strict_mode import check_implicit
-from hyper_parallel.core.shard.vary import enter
+from hyper_parallel.core.shard.dispatching.copied_views import (
+    apart_where_copied,
+    is_view_call,
+    link,
+    may_be_view_by_chance,
+)
+from hyper_parallel.core.shard.dispatching.input_edges import enter
+from hyper_parallel.core.shard.dispatching.mixing import PendingWriteError, refuse_plain, same_mesh
+from hyper_parallel.core.shard.dispatching.strategy import Choice, choose
+from hyper_parallel.core.shard.dispatching.strict_mode import check_implicit
+from hyper_parallel.core.shard.rule_kit.rule_table import Rule, find_rule
+from hyper_parallel.core.shard.rule_kit.signature import LocalCall, OpCall, Signature, TensorSpec
 from hyper_parallel.platform import get_platform
 
 _platform = get_platform()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
-from hyper_parallel.core.shard.gather_fallback import run_gathered
+from hyper_parallel.core.shard.dispatching.gather_fallback import run_gathered
 from hyper_parallel.platform import get_platform
 
 _platform = get_platform()

@@ -15,8 +15,8 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.shard.grad_norm import whole_norms
-from hyper_parallel.core.shard.mixing import refuse_plain, same_mesh
+from hyper_parallel.core.shard.dispatching.grad_norm import whole_norms
+from hyper_parallel.core.shard.dispatching.mixing import refuse_plain, same_mesh
 from hyper_parallel.platform import get_platform
 
 _platform = get_platform()

@@ -11,10 +11,10 @@ from hyper_parallel.core.dtensor.distribute import distribute_tensor
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor, resolve_layout, resolve_mesh
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import Placement
-from hyper_parallel.core.shard.boundary import Entry, Exit
-from hyper_parallel.core.shard.initial_values import carry_initial_values
-from hyper_parallel.core.shard.module_paths import is_wildcard, match_paths
-from hyper_parallel.core.shard.plain_parameters import name_parameters
+from hyper_parallel.core.modules.boundary import Entry, Exit
+from hyper_parallel.core.modules.initial_values import carry_initial_values
+from hyper_parallel.core.modules.module_paths import is_wildcard, match_paths
+from hyper_parallel.core.modules.plain_parameters import name_parameters
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.framework_of import require_module
 

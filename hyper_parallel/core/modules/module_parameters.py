@@ -12,7 +12,7 @@ from hyper_parallel.core.dtensor.distribute import distribute_tensor
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate
-from hyper_parallel.core.shard.initial_values import carry_initial_values
+from hyper_parallel.core.modules.initial_values import carry_initial_values
 from hyper_parallel.platform import get_platform
 
 _platform = get_platform()

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hyper_parallel.core.dtensor.layout import Layout, Shape
-from hyper_parallel.core.shard.signature import LocalCall
+from hyper_parallel.core.shard.rule_kit.signature import LocalCall
 from hyper_parallel.platform import get_platform
 
 

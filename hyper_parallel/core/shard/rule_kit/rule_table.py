@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from hyper_parallel.core.shard.signature import OpCall, Signature
+from hyper_parallel.core.shard.rule_kit.signature import OpCall, Signature
 
 Rule = Callable[[OpCall], "Signature | None"]
 

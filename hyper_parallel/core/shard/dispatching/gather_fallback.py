@@ -8,10 +8,10 @@ from typing import Any
 from hyper_parallel.core.dtensor import random_state
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
-from hyper_parallel.core.shard.copied_views import is_view_call, link
-from hyper_parallel.core.shard.mixing import refuse_plain, same_mesh
-from hyper_parallel.core.shard.random_ops import DRAWS_ON_THE_WHOLE
-from hyper_parallel.core.shard.strict_mode import check_gathering
+from hyper_parallel.core.shard.dispatching.copied_views import is_view_call, link
+from hyper_parallel.core.shard.dispatching.mixing import refuse_plain, same_mesh
+from hyper_parallel.core.shard.dispatching.random_ops import DRAWS_ON_THE_WHOLE
+from hyper_parallel.core.shard.dispatching.strict_mode import check_gathering
 from hyper_parallel.platform import get_platform
 
 _platform = get_platform()

@@ -34,10 +34,11 @@ from typing import Any
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
 from hyper_parallel.core.dtensor.random_state import get_rng_state, set_rng_state
 from hyper_parallel.core.dtensor.skip_dispatch import is_skipped, skipping
-from hyper_parallel.core.shard import autograd_helpers, rules
-from hyper_parallel.core.shard.foreach import run_on_lists, takes_lists
-from hyper_parallel.core.shard.gather_fallback import run_gathered
-from hyper_parallel.core.shard.mixing import (
+from hyper_parallel.core.shard import rules
+from hyper_parallel.core.shard.dispatching import autograd_helpers
+from hyper_parallel.core.shard.dispatching.foreach import run_on_lists, takes_lists
+from hyper_parallel.core.shard.dispatching.gather_fallback import run_gathered
+from hyper_parallel.core.shard.dispatching.mixing import (
     MixedTensorsError,
     PendingWriteError,
     PlainScalarError,
@@ -45,10 +46,15 @@ from hyper_parallel.core.shard.mixing import (
     plain_as_whole,
     replicating,
 )
-from hyper_parallel.core.shard.plan_call import PlannedCall, plan_call
-from hyper_parallel.core.shard.random_ops import RANDOM_BODIES, RANDOM_OPS
-from hyper_parallel.core.shard.rule_table import EXCEPTIONAL_NUMBERS, depends_on_dtypes, find_rule, ignores_scalars
-from hyper_parallel.core.shard.special_ops import SPECIAL_OPS
+from hyper_parallel.core.shard.dispatching.plan_call import PlannedCall, plan_call
+from hyper_parallel.core.shard.dispatching.random_ops import RANDOM_BODIES, RANDOM_OPS
+from hyper_parallel.core.shard.dispatching.special_ops import SPECIAL_OPS
+from hyper_parallel.core.shard.rule_kit.rule_table import (
+    EXCEPTIONAL_NUMBERS,
+    depends_on_dtypes,
+    find_rule,
+    ignores_scalars,
+)
 from hyper_parallel.platform import get_platform
 
 _platform = get_platform()

@@ -9,9 +9,9 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout, Shape
-from hyper_parallel.core.shard.dispatch import dispatch
-from hyper_parallel.core.shard.rule_table import Rule, parse_equation, set_function_rule
-from hyper_parallel.core.shard.vary import enter
+from hyper_parallel.core.shard.dispatching.dispatch import dispatch
+from hyper_parallel.core.shard.dispatching.input_edges import enter
+from hyper_parallel.core.shard.rule_kit.rule_table import Rule, parse_equation, set_function_rule
 from hyper_parallel.platform import get_platform
 
 _platform = get_platform()

@@ -13,7 +13,7 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.layout import DimAxes, Layout, Shape
 from hyper_parallel.core.dtensor.redistribution_plan import plan_redistribution
-from hyper_parallel.core.shard.signature import Labels, LetterAxes, OpCall, Signature
+from hyper_parallel.core.shard.rule_kit.signature import Labels, LetterAxes, OpCall, Signature
 
 _SUMS = frozenset({"sum", "avg"})
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor, complete_all
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.shard.mixing import PendingWriteError
+from hyper_parallel.core.shard.dispatching.mixing import PendingWriteError
 from hyper_parallel.platform import get_platform
 
 _platform = get_platform()

@@ -1,0 +1,1 @@
+"""What every parallelism needs of a module: its boundary, paths and parameters, and deferred initialisation."""

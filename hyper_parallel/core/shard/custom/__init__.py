@@ -1,0 +1,1 @@
+"""Operators and autograd functions of your own on distributed tensors."""
