@@ -64,7 +64,8 @@ class HostGroup:
         A part is a vector of bytes. The part for this rank is handed over as it is; None sends nothing to that rank,
         which must know and not expect any.
         """
-        number = self._next_number()
+        self._number += 1
+        number = self._number
         for place in self._others():
             part = parts[place]
             if part is not None:
@@ -154,28 +155,22 @@ class HostGroup:
 
     def send(self, operation: str, data: np.ndarray | bytes, target: int, tag: int = 0) -> None:
         """Send bytes to the ``target``-th rank of the group."""
-        self.transport.send(self.ranks[target], self._messages, self.transport.eras.number(tag), operation, data)
+        self.transport.send(self.ranks[target], self._messages, tag, operation, data)
 
     def receive(self, operation: str, source: int | None, tag: int = 0) -> tuple[int, np.ndarray]:
         """(rank of the group, bytes) of the next message of the ``source``-th rank, or of whoever sends first."""
         places = self._others() if source is None else [source]
         members = () if source is None else (self.ranks[source],)
         rank, data = self.transport.receive(
-            [self.ranks[place] for place in places], self._messages, self.transport.eras.number(tag), operation, members
+            [self.ranks[place] for place in places], self._messages, tag, operation, members
         )
         return self.ranks.index(rank), data
 
     def has_message(self, source: int | None, tag: int = 0) -> bool:
         places = self._others() if source is None else [source]
-        number = self.transport.eras.number(tag)
-        return any(self.transport.has_arrived(self.ranks[place], self._messages, number) for place in places)
+        return any(self.transport.has_arrived(self.ranks[place], self._messages, tag) for place in places)
 
     # ---------------------------------------------------------------- small things
-
-    def _next_number(self) -> int:
-        """That of the next collective; they are counted anew in each era (``eras.py``)."""
-        self._number = max(self._number, self.transport.eras.number(0)) + 1
-        return self._number
 
     def _others(self) -> list[int]:
         """The other ranks of the group, starting after this one: not all ranks write to the same one at first."""

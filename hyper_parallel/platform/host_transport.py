@@ -36,23 +36,18 @@ from typing import Any
 
 import numpy as np
 
-from hyper_parallel.platform.eras import Eras
 from hyper_parallel.platform.meeting import meet
 from hyper_parallel.platform.shared_segment import ProcessIdentity
 
-__all__ = ["HostTransport", "PeerFailed", "PeerLost", "channel_of"]
+__all__ = ["HostTransport", "PeerLost", "channel_of"]
 
 _HEADER = struct.Struct("<QqIQ")  # channel, number, operation, bytes
-_GOODBYE, _FAILURE = 0, 2  # channels that no group has
+_GOODBYE = 0  # a channel that no group has
 _SMALL = 64 * 1024
 
 
 class PeerLost(RuntimeError):
     """A rank that is needed has died or has left the world."""
-
-
-class PeerFailed(RuntimeError):
-    """A rank that is needed could not do its backward."""
 
 
 def channel_of(name: str) -> int:
@@ -84,8 +79,6 @@ class _Peer:
     operation: int = 0
     gone: str | None = None  # how it went
     said_goodbye: bool = False
-    era: int = 0
-    failure: str = ""  # what began its era
 
     def __str__(self) -> str:
         return f"rank {self.rank} (process {self.process.pid} on {self.host})"
@@ -104,7 +97,6 @@ class HostTransport:
         self._news = threading.Condition()
         self._operations: dict[int, str] = {}
         self._closed = False
-        self.eras = Eras(self._tell_failure)
         self._bell, self._ringer = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._bell, selectors.EVENT_READ, None)
@@ -163,9 +155,6 @@ class HostTransport:
         needed = [self._peers[rank] for rank in {*members, *sources} if rank != self.rank]
         asked = [self._peers[source] for source in sources]
 
-        def has_failed(peer: _Peer) -> bool:
-            return not self.eras.may_come(number, peer.era)
-
         limit = self.timeout if timeout is None else timeout
         end = time.monotonic() + limit
         with self._news:
@@ -179,8 +168,8 @@ class HostTransport:
                         self._check_operation(key[0], sent_by, operation)
                         return key[0], data
                 dead = [peer for peer in needed if peer.gone is not None and not peer.said_goodbye]
-                if dead or all(peer.gone is not None or has_failed(peer) for peer in asked):
-                    break
+                if dead or all(peer.gone is not None for peer in asked):
+                    raise self._lost(operation, dead or asked)
                 if self._closed:
                     self._check_open(operation)
                 remaining = end - time.monotonic()
@@ -190,8 +179,6 @@ class HostTransport:
                         f"{operation} on rank {self.rank} gave up after {limit:g} s: nothing came from {waited}"
                     )
                 self._news.wait(min(remaining, 3600.0))
-        failed = [peer for peer in dead or asked if has_failed(peer)]
-        raise self._failed(operation, failed) if failed else self._lost(operation, dead or asked)
 
     def has_arrived(self, source: int, channel: int, number: int) -> bool:
         """Whether a message is there, so that receiving it does not wait."""
@@ -230,8 +217,6 @@ class HostTransport:
     def _check_open(self, operation: str) -> None:
         if self._closed:
             raise RuntimeError(f"{operation} on rank {self.rank}: this process has left the world")
-        if self.eras.why_lost is not None:
-            raise PeerFailed(f"{operation} on rank {self.rank}: this rank has lost the others: {self.eras.why_lost}")
         if os.getpid() != self._owner:
             raise RuntimeError(
                 f"{operation}: the world belongs to process {self._owner} and cannot be used in its forked child "
@@ -250,18 +235,6 @@ class HostTransport:
     def _lost(self, operation: str, peers: Sequence[_Peer]) -> PeerLost:
         how = ", ".join(f"{peer} {peer.gone or 'does not take messages any more'}" for peer in peers)
         return PeerLost(f"{operation} on rank {self.rank} cannot end: {how}")
-
-    def _failed(self, operation: str, peers: Sequence[_Peer]) -> PeerFailed:
-        how = "; ".join(f"the backward of {peer} failed: {peer.failure}" for peer in peers)
-        error = f"{operation} on rank {self.rank} cannot end: {how}"
-        self.eras.another_failed(error)
-        return PeerFailed(error)
-
-    def _tell_failure(self, era: int, why: str) -> None:
-        text = why[:2000].encode()
-        for peer in self._peers.values():
-            with contextlib.suppress(OSError), peer.send_lock:
-                peer.socket.sendall(_HEADER.pack(_FAILURE, era, 0, len(text)) + text)
 
     def _number_of(self, operation: str) -> int:
         number = _operation_number(operation)
@@ -316,11 +289,8 @@ class HostTransport:
             if num_bytes:
                 return
         with self._news:
-            if peer.key[0] == _FAILURE:
-                peer.era, peer.failure = peer.key[1], peer.message.tobytes().decode(errors="replace")
-            else:
-                queue = self._arrived.setdefault((peer.rank, *peer.key), collections.deque())
-                queue.append((peer.operation, peer.message))
+            queue = self._arrived.setdefault((peer.rank, *peer.key), collections.deque())
+            queue.append((peer.operation, peer.message))
             self._news.notify_all()
         peer.message = None
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from mindspore import Tensor
 
-from hyper_parallel.platform.mindspore import private_api, start, wires
+from hyper_parallel.platform.mindspore import private_api, start
 from hyper_parallel.platform.mindspore.second_gradients import hand_on_copies
 from hyper_parallel.platform.mindspore.tensors import full_like
 
@@ -122,12 +122,9 @@ def _run(
     else:
         hooks = [node.register_prehook(_take_copies) for node in _leaves(roots)]
     try:
-        with wires.get_wire().backward(lambda: _has_functions(roots)):
-            if accumulates:
-                return private_api.run_backward(roots, seeds, retain_graph, create_graph, inputs)
-            return private_api.run_backward(
-                roots, seeds, retain_graph, create_graph, inputs, True, accumulate_grad=False
-            )
+        if accumulates:
+            return private_api.run_backward(roots, seeds, retain_graph, create_graph, inputs)
+        return private_api.run_backward(roots, seeds, retain_graph, create_graph, inputs, True, accumulate_grad=False)
     finally:
         for hook in hooks:
             hook.remove()
@@ -136,14 +133,6 @@ def _run(
 def _take_copies(gradients: Any) -> Any:
     """See Note [Leaves take a copy of their gradient]."""
     return tuple(None if gradient is None else gradient * 1 for gradient in gradients)
-
-
-def _has_functions(roots: Sequence[Tensor]) -> bool:
-    """Whether nodes written in Python, which alone communicate, are behind the roots; asked after a backward."""
-    try:
-        return any(private_api.is_function(node) for node in _nodes(roots))
-    except RuntimeError:  # one has been freed since
-        return True
 
 
 def _leaves(roots: Sequence[Tensor]) -> list[Any]:

@@ -157,11 +157,6 @@ def node_name(node: Any) -> str:
     return node.name()
 
 
-def is_function(node: Any) -> bool:
-    """Whether the node is an autograd function's, written in Python."""
-    return isinstance(node, Function)
-
-
 def result_shape(node: Any) -> tuple[int, ...] | None:
     """The shape of what a node's operator has computed; None where it is not known, as of autograd functions."""
     results = getattr(node, "_input_metadata", None)

@@ -19,7 +19,6 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -105,10 +104,6 @@ class HostWire:
 
     def drop_group(self, channel: HostGroup) -> None:
         """Nothing is held for a group."""
-
-    def backward(self, communicates: Callable[[], bool]) -> AbstractContextManager[None]:
-        """Around a backward: one that fails, and communicates, is told to the other ranks (``eras.py``)."""
-        return nullcontext() if self._transport is None else self._transport.eras.backward(communicates)
 
     # ---------------------------------------------------------------- collectives
 
@@ -270,10 +265,6 @@ class AscendWire:
     def drop_group(self, channel: str) -> None:
         self._members.pop(channel, None)
         self._distributed.destroy_process_group(channel)
-
-    def backward(self, communicates: Callable[[], bool]) -> AbstractContextManager[None]:
-        """Nothing: hccl has no way to tell the others."""
-        return nullcontext()
 
     def barrier(self, channel: str) -> Any:
         return self._distributed.barrier(group=channel, async_op=True)
