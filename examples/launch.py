@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import queue
+import secrets
 import signal
 import subprocess
 import sys
@@ -40,7 +41,8 @@ def run_ranks(
     """Run `command` once per rank and yield (rank, message) until all have ended well; else raise `RankFailure`."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hyper_parallel_")))
-        ranks = [_start(command, rank, num_ranks, folder, stack) for rank in range(num_ranks)]
+        secret = secrets.token_hex(32)  # Nobody else can join these ranks.
+        ranks = [_start(command, rank, num_ranks, folder, secret, stack) for rank in range(num_ranks)]
         messages: queue.Queue[tuple[int, str]] = queue.Queue()
         listeners = [
             threading.Thread(target=_listen, args=(rank, process, messages), daemon=True)
@@ -66,14 +68,16 @@ def run_ranks(
 
 
 def _start(
-    command: list[str], rank: int, num_ranks: int, folder: Path, stack: contextlib.ExitStack
+    command: list[str], rank: int, num_ranks: int, folder: Path, secret: str, stack: contextlib.ExitStack
 ) -> subprocess.Popen[str]:
     environment = {
         **os.environ,
         "RANK": str(rank),
         "WORLD_SIZE": str(num_ranks),
         INIT_METHOD_VARIABLE: f"file://{folder}/rendezvous",
+        "HYPER_PARALLEL_SECRET": secret,
     }
+    environment.pop("HYPER_PARALLEL_SECRET_FILE", None)
     if sys.platform == "linux":
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with open(folder / f"rank{rank}.txt", "w") as stderr:
