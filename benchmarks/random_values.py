@@ -11,9 +11,9 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from hyper_parallel.core.dtensor.random_state import Draw
-from hyper_parallel.core.dtensor.random_stream import Region
-from hyper_parallel.core.dtensor.random_values import bernoulli, normal, randint, trunc_normal, uniform
+from hyper_parallel.core.dtensor.random.random_state import Draw
+from hyper_parallel.core.dtensor.random.random_stream import Region
+from hyper_parallel.core.dtensor.random.random_values import bernoulli, normal, randint, trunc_normal, uniform
 
 Timed = Callable[[], object]
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard
-from hyper_parallel.core.tensor_parallel.part_styles import FusedColwiseParallel
+from hyper_parallel.core.tensor_parallel.fused_and_head_styles import FusedColwiseParallel
 from hyper_parallel.core.tensor_parallel.style import ColwiseParallel, ParallelStyle, RowwiseParallel
 from hyper_parallel.plans.roles import BY_HAND, PlanError, Roles, read_roles
 from hyper_parallel.plans.styles import (

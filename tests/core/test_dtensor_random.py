@@ -11,10 +11,10 @@ import torch
 
 import hyper_parallel as hp
 from hyper_parallel import Layout, Partial, Replicate, Shard, get_platform, manual_seed
-from hyper_parallel.core.dtensor import random_values
 from hyper_parallel.core.dtensor.device_mesh import init_device_mesh
-from hyper_parallel.core.dtensor.random_state import Draw, get_rng_state
-from hyper_parallel.core.dtensor.random_stream import Region
+from hyper_parallel.core.dtensor.random import random_values
+from hyper_parallel.core.dtensor.random.random_state import Draw, get_rng_state
+from hyper_parallel.core.dtensor.random.random_stream import Region
 from tests.core.layout_cases import block_of, every_layout
 from tests.frameworks import (
     assert_close,

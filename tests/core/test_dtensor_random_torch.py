@@ -13,7 +13,7 @@ from torch.utils import checkpoint as torch_checkpoint
 import hyper_parallel as hp
 from hyper_parallel import Layout, Partial, Replicate, Shard, distribute_tensor, get_platform, manual_seed
 from hyper_parallel.core.dtensor.device_mesh import init_device_mesh
-from hyper_parallel.core.dtensor.random_state import get_rng_state
+from hyper_parallel.core.dtensor.random.random_state import get_rng_state
 from tests.core.layout_cases import block_of, every_layout
 from tests.world import run_on_ranks
 

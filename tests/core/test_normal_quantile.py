@@ -8,8 +8,8 @@ from decimal import Decimal, localcontext
 import numpy as np
 import pytest
 
-from hyper_parallel.core.dtensor import normal_quantile as module
-from hyper_parallel.core.dtensor.normal_quantile import NormalQuantile, natural_log, normal_cdf
+from hyper_parallel.core.dtensor.random import normal_quantile as module
+from hyper_parallel.core.dtensor.random.normal_quantile import NormalQuantile, natural_log, normal_cdf
 from tests.frameworks import torch
 
 PROBABILITIES = np.concatenate(

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hyper_parallel.core.dtensor.philox import PhiloxBlocks, philox4x32
+from hyper_parallel.core.dtensor.random.philox import PhiloxBlocks, philox4x32
 from tests.frameworks import torch
 
 MASK32 = 2**32 - 1

@@ -6,10 +6,10 @@ import threading
 import numpy as np
 import pytest
 
-from hyper_parallel.core.dtensor import random_state
-from hyper_parallel.core.dtensor.random_state import DEFAULT_SEED, Draw, RandomState
-from hyper_parallel.core.dtensor.random_stream import Region
-from hyper_parallel.core.dtensor.random_values import normal
+from hyper_parallel.core.dtensor.random import random_state
+from hyper_parallel.core.dtensor.random.random_state import DEFAULT_SEED, Draw, RandomState
+from hyper_parallel.core.dtensor.random.random_stream import Region
+from hyper_parallel.core.dtensor.random.random_values import normal
 
 
 @pytest.fixture(autouse=True)

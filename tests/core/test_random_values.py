@@ -12,12 +12,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hyper_parallel.core.dtensor import normal_quantile, philox, random_state, random_stream, random_values
-from hyper_parallel.core.dtensor.normal_quantile import normal_cdf
-from hyper_parallel.core.dtensor.philox import philox4x32
-from hyper_parallel.core.dtensor.random_state import Draw
-from hyper_parallel.core.dtensor.random_stream import Region, words_of_region
-from hyper_parallel.core.dtensor.random_values import bernoulli, normal, randint, random_bits, trunc_normal, uniform
+from hyper_parallel.core.dtensor.random import normal_quantile, philox, random_state, random_stream, random_values
+from hyper_parallel.core.dtensor.random.normal_quantile import normal_cdf
+from hyper_parallel.core.dtensor.random.philox import philox4x32
+from hyper_parallel.core.dtensor.random.random_state import Draw
+from hyper_parallel.core.dtensor.random.random_stream import Region, words_of_region
+from hyper_parallel.core.dtensor.random.random_values import (
+    bernoulli,
+    normal,
+    randint,
+    random_bits,
+    trunc_normal,
+    uniform,
+)
 from tests.frameworks import torch
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")

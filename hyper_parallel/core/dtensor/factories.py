@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hyper_parallel.core.dtensor import random_state
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.distribute import distribute_tensor
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor, resolve_layout, resolve_mesh
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.mesh_transfer import outside_shape
-from hyper_parallel.core.dtensor.random_fill import random_block
+from hyper_parallel.core.dtensor.random import random_state
+from hyper_parallel.core.dtensor.random.random_fill import random_block
 from hyper_parallel.platform import get_platform
 
 Block = Callable[[Layout, tuple[int, ...], tuple[int, ...], Any, Any], Any]

@@ -17,7 +17,7 @@ from typing import Any
 from hyper_parallel.core.dtensor.device_mesh import init_device_mesh
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.dtensor.random_fill import fill_random_
+from hyper_parallel.core.dtensor.random.random_fill import fill_random_
 from hyper_parallel.core.modules.initial_values import carry_initial_values, constant_of
 from hyper_parallel.platform import get_platform
 

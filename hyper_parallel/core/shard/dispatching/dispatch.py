@@ -32,7 +32,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
-from hyper_parallel.core.dtensor.random_state import get_rng_state, set_rng_state
+from hyper_parallel.core.dtensor.random.random_state import get_rng_state, set_rng_state
 from hyper_parallel.core.dtensor.skip_dispatch import is_skipped, skipping
 from hyper_parallel.core.shard import rules
 from hyper_parallel.core.shard.dispatching import autograd_helpers

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hyper_parallel.core.dtensor import random_state
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
+from hyper_parallel.core.dtensor.random import random_state
 from hyper_parallel.core.shard.dispatching.copied_views import is_view_call, link
 from hyper_parallel.core.shard.dispatching.mixing import refuse_plain, same_mesh
 from hyper_parallel.core.shard.dispatching.random_ops import DRAWS_ON_THE_WHOLE

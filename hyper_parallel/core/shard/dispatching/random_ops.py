@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from hyper_parallel.core.dtensor import random_state
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
-from hyper_parallel.core.dtensor.random_fill import fill_random_, random_block
+from hyper_parallel.core.dtensor.random import random_state
+from hyper_parallel.core.dtensor.random.random_fill import fill_random_, random_block
 from hyper_parallel.core.shard.dispatching.mixing import PendingWriteError, finish_sum_in_place
 from hyper_parallel.platform import get_platform
 

@@ -19,9 +19,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from hyper_parallel.core.dtensor import random_state
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.dtensor.random_fill import random_block
+from hyper_parallel.core.dtensor.random import random_state
+from hyper_parallel.core.dtensor.random.random_fill import random_block
 from hyper_parallel.core.shard.rule_kit.rule_table import rule
 from hyper_parallel.core.shard.rule_kit.signature import LocalCall, OpCall, Signature, TensorSpec, letters
 from hyper_parallel.core.shard.rules.matmul import align

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from hyper_parallel.core.dtensor import random_state, random_values
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.dtensor.random_state import Draw
-from hyper_parallel.core.dtensor.random_stream import Region
+from hyper_parallel.core.dtensor.random import random_state, random_values
+from hyper_parallel.core.dtensor.random.random_state import Draw
+from hyper_parallel.core.dtensor.random.random_stream import Region
 from hyper_parallel.platform import get_platform
 
 

@@ -2,7 +2,7 @@
 
 They compute on plain blocks: a rank's part of the output is not a block of the whole output in its order, so the output
 leaves as a plain tensor, for code that reads the number of heads, or the width of a part, from what it gets. For code
-that has these numbers from elsewhere, a fused projection can leave as a distributed tensor (``side_by_side.py``).
+that has these numbers from elsewhere, a fused projection can leave as a distributed tensor (``fused_output.py``).
 
 Note [Parts as parameters]
 The rows of a fused weight that a rank needs lie apart. So each part becomes a parameter of its own, ``weight_q`` beside
@@ -29,9 +29,9 @@ from hyper_parallel.core.modules.module_parameters import distribute_parameter, 
 from hyper_parallel.core.modules.placements import Placements, check_placements, per_axis
 from hyper_parallel.core.modules.plain_parameters import refuse_cut_uses
 from hyper_parallel.core.shard.dispatching.input_edges import enter as enter_varying
+from hyper_parallel.core.tensor_parallel.fused_output import FusedOutput
 from hyper_parallel.core.tensor_parallel.head_share import HeadShare, rows_of
 from hyper_parallel.core.tensor_parallel.projection import plus_bias
-from hyper_parallel.core.tensor_parallel.side_by_side import SideBySide
 from hyper_parallel.core.tensor_parallel.style import ColwiseParallel, RowwiseParallel
 from hyper_parallel.core.tensor_parallel.style_base import ParallelStyle, described
 from hyper_parallel.platform import get_platform
@@ -250,7 +250,7 @@ class _Parts:
             pieces = [_own(getattr(module, f"bias_{part}"), 0, rows) for part, rows in self.indices.items()]
             bias = _platform.cat(pieces, 0)
         product = self.linear(_varying(self.enter(x)), _platform.cat(weights, self.dim), bias)
-        return product if self.widths is None else SideBySide.of_blocks(product, self.widths, self.enter.mesh)
+        return product if self.widths is None else FusedOutput.of_blocks(product, self.widths, self.enter.mesh)
 
 
 class _OutputOfHeads:

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from hyper_parallel.core.dtensor.normal_quantile import SMALLEST_TAIL, NormalQuantile, normal_cdf
-from hyper_parallel.core.dtensor.random_state import Draw
-from hyper_parallel.core.dtensor.random_stream import Region, words_of_region
+from hyper_parallel.core.dtensor.random.normal_quantile import SMALLEST_TAIL, NormalQuantile, normal_cdf
+from hyper_parallel.core.dtensor.random.random_state import Draw
+from hyper_parallel.core.dtensor.random.random_stream import Region, words_of_region
 
 # Note [Dtypes]
 # float64 values are made from 64 random bits in float64 arithmetic; the others from 32 bits. Of those, uniform values

@@ -4,7 +4,7 @@ Note [Taken apart or put in order]
 A layer that computes query, key and value at once gives them behind each other, and the code behind it takes them apart
 at once: by ``split``, ``chunk`` or slices. A rank has its block of each part. That is no block of the whole, in its
 order, so no layout describes it; but every part by itself is an ordinary tensor, cut on its last dim. A tensor of class
-:class:`SideBySide` is both: the whole by its shape, and the parts when it is taken apart where they meet, which needs
+:class:`FusedOutput` is both: the whole by its shape, and the parts when it is taken apart where they meet, which needs
 no communication. Any other operator gets the whole as an ordinary tensor: the parts are gathered and joined. So what is
 computed is right whatever the code does, and cheap where it does the usual.
 """
@@ -26,7 +26,7 @@ _platform = get_platform()
 Interval = tuple[int, int]  # start and length along the last dim
 
 
-class SideBySide(DTensor):
+class FusedOutput(DTensor):
     """Tensors of which each is cut on its last dim, joined there; see Note [Taken apart or put in order]."""
 
     _widths: tuple[int, ...]  # of the parts, of the whole tensor
@@ -34,17 +34,17 @@ class SideBySide(DTensor):
     _in_order: DTensor | None = None
 
     @staticmethod
-    def of_blocks(blocks: Any, widths: Sequence[int], mesh: DeviceMesh) -> SideBySide:
+    def of_blocks(blocks: Any, widths: Sequence[int], mesh: DeviceMesh) -> FusedOutput:
         """The tensor of which ``blocks``, joined, are this rank's blocks of parts of the given ``widths``."""
         layout = Layout.from_placements(mesh, (Shard(-1),) * mesh.ndim, blocks.ndim)
-        made = _platform.as_dtensor(SideBySide, blocks, layout, (*blocks.shape[:-1], sum(widths)))
+        made = _platform.as_dtensor(FusedOutput, blocks, layout, (*blocks.shape[:-1], sum(widths)))
         made._widths = tuple(widths)
         return made
 
     @classmethod
     def _on_operator(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if args and isinstance(args[0], SideBySide):
+        if args and isinstance(args[0], FusedOutput):
             name = _platform.get_op_name(func)
             intervals = _intervals(name, args[0], args[1:], kwargs)
             taken = None if intervals is None else args[0].taken_apart(intervals)
@@ -112,11 +112,11 @@ def _joined(parts: Sequence[DTensor], widths: Sequence[int]) -> DTensor:
     if len(parts) == 1:
         return parts[0]
     blocks = _platform.cat([_platform.local_alias(part) for part in parts], -1)
-    return SideBySide.of_blocks(blocks, widths, parts[0].device_mesh)
+    return FusedOutput.of_blocks(blocks, widths, parts[0].device_mesh)
 
 
 def _ordered(value: Any) -> Any:
-    return value._completed() if isinstance(value, SideBySide) else value
+    return value._completed() if isinstance(value, FusedOutput) else value
 
 
 # ---------------------------------------------------------------- which parts an operator asks for
@@ -124,7 +124,7 @@ def _ordered(value: Any) -> Any:
 _ONE_RESULT = ("getitem", "narrow")
 
 
-def _intervals(name: str, tensor: SideBySide, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Interval] | None:
+def _intervals(name: str, tensor: FusedOutput, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Interval] | None:
     """What the operator takes of the last dim; None where it does something else."""
     width, last = tensor.shape[-1], (-1, tensor.ndim - 1)
     if name == "getitem":

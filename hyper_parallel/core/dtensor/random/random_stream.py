@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from hyper_parallel.core.dtensor.philox import PhiloxBlocks
-from hyper_parallel.core.dtensor.random_state import Draw
+from hyper_parallel.core.dtensor.random.philox import PhiloxBlocks
+from hyper_parallel.core.dtensor.random.random_state import Draw
 
 # Note [From elements to words]
 # A block of Philox is two 64-bit numbers, so a draw is one endless row of 64-bit numbers: number m is number m % 2 of

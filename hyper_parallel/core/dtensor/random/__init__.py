@@ -1,0 +1,1 @@
+"""Random numbers by global element index: the same bits under every layout."""
