@@ -26,6 +26,12 @@ def instance_norm(x, mean, var, weight=None, bias=None, use_input_stats=True):
     return result, mean, var
 
 
+def native_batch_norm_in_evaluation(x, mean, var):
+    result, *saved = torch.native_batch_norm(x, None, None, mean, var, False, 0.1, 1e-5)
+    assert [tuple(one.shape) for one in saved] == [(0,), (0,)]  # as on one device
+    return result
+
+
 def native_batch_norm(x, mean, var):
     return torch.native_batch_norm(x, None, None, mean.detach().clone(), var.detach().clone(), True, 0.1, 1e-5)
 
@@ -71,6 +77,7 @@ BATCH = [
     Sample(batch_norm, (tensor(5, 3), *statistics(3), tensor(3, seed=1)), {"training": False}),
     Sample("nn.functional.batch_norm", (tensor(5, 3), None, None), {"training": True}),
     Sample(native_batch_norm, (tensor(5, 3), *statistics(3))),
+    Sample(native_batch_norm_in_evaluation, (tensor(5, 3), *statistics(3))),
 ]
 FAMILIES = {"layer": LAYER, "group": GROUP, "batch": BATCH}
 

@@ -94,3 +94,9 @@ def test_too_many_tokens_are_refused():
 def test_an_unknown_model_is_an_attribute_error():
     with pytest.raises(AttributeError, match="has no attribute 'Lama'"):
         models.Lama  # noqa: B018
+
+
+def test_a_plain_model_compiles_into_one_graph():
+    model, ids = _llama(), torch.randint(0, 11, (2, 7))
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(ids), model(ids))

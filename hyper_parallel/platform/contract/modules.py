@@ -110,7 +110,7 @@ class Modules(ABC):
         """Give ``parameters``, distributed ones, the initial values that the modules inside were built for.
 
         From the inside out; other parameters keep theirs. ``fill_random(parameter, kind, **arguments)`` overwrites one
-        with random values that do not depend on its layout; kinds are those of ``core/dtensor/random_fill.py``.
+        with random values that do not depend on its layout; kinds are those of ``core/dtensor/random/random_fill.py``.
         """
         del parameters, fill_random
         raise TypeError(

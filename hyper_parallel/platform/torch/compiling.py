@@ -2,9 +2,10 @@
 
 Note [No graph of blocks]
 The compiler reads a tensor's own data, which for a distributed tensor is a block, and would trace the dispatcher until
-the stack is full. So it is told which types not to trace and that this library is not to be looked into, when
-``torch.compile`` is called first: the compiler is a large import that programs without it should not pay for. The names
-are those of its configuration and of its list of code to leave alone, which has no public name.
+the stack is full. So it is told which types not to trace and that the packages which deal with them are not to be
+looked into, when ``torch.compile`` is called first: the compiler is a large import that programs without it should not
+pay for. The reference models are plain code and compile as any other. The names are those of its configuration and of
+its list of code to leave alone, which has no public name.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ def _tell_compiler() -> None:
     from torch import _dynamo
 
     _dynamo.config.nontraceable_tensor_subclasses.update(_kinds)
-    _dynamo.trace_rules.add("hyper_parallel")
+    for package in ("hyper_parallel.core", "hyper_parallel.platform"):
+        _dynamo.trace_rules.add(package)
 
 
 @functools.wraps(_plain_compile)

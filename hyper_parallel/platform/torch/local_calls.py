@@ -11,7 +11,7 @@ import torch
 
 from hyper_parallel.platform.torch.dtensor_base import DTensorBase, _NoInterception, as_dtensor, local_alias
 from hyper_parallel.platform.torch.private_api import outside_of_modes
-from hyper_parallel.platform.torch.tensors import tree_map
+from hyper_parallel.platform.torch.tensors import get_op_name, tree_map
 
 
 def result_wrapper(
@@ -102,7 +102,19 @@ def _shapes_without_memory(
     if result is NotImplemented:  # a TypeError lets Python ask the other operand
         raise TypeError(f"unsupported operands: {', '.join(type(arg).__name__ for arg in args)}")
     results = result if isinstance(result, (tuple, list)) else [result]
-    return [tuple(item.shape) for item in results if isinstance(item, torch.Tensor)]
+    shapes = [tuple(item.shape) for item in results if isinstance(item, torch.Tensor)]
+    if get_op_name(func) in _BATCH_NORMS and not _is_training(args, kwargs):
+        shapes[1:] = [(0,)] * (len(shapes) - 1)  # The CPU gives no statistics that nobody asked for; meta tensors do.
+    return shapes
+
+
+_BATCH_NORMS = frozenset({"native_batch_norm", "_native_batch_norm_legit"})
+
+
+def _is_training(args: Any, kwargs: Any) -> bool:
+    found = [value for value in args if isinstance(value, bool)]
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+    return bool(kwargs.get("training", found[0] if found else True)) or tensors[0].device.type != "cpu"
 
 
 @functools.cache

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.shard.rule_kit.rule_table import rule
@@ -80,7 +80,7 @@ def _cross_entropy(call: LocalCall) -> Any:
     class_dim = _class_dim(len(shape))
     is_distribution = _is_distribution(tuple(logits.shape), tuple(given["target"].shape))
     group = group_of(call, labels[class_dim : class_dim + 1])
-    rows = None if is_distribution else _CutRows(call, given, group, class_dim)
+    rows = None if is_distribution else _ShardedRows(call, given, group, class_dim)
     if group is not None:
         refuse_whole_numbers(call, logits)
     if group is None:
@@ -125,29 +125,45 @@ def _along(weight: Any, dim: int, ndim: int) -> Any:
     return weight.reshape([weight.shape[0] if one == dim else 1 for one in range(ndim)])
 
 
-class _CutRows:
+class _Facts(NamedTuple):
+    """Rows of class scores whose classes are sharded over ``group``, in numbers."""
+
+    group: Any
+    dim: int
+    num_classes: int
+    num_here: int
+    smoothing: float
+
+
+def _at_target(scores: Any, own: Any, is_elsewhere: Any, facts: _Facts) -> Any:
+    """The scores of the targets that are here, zeros for the others; the class dim is kept."""
+    if facts.num_here == 0:
+        return scores.sum(dim=facts.dim, keepdim=True)
+    return scores.gather(facts.dim, own).masked_fill(is_elsewhere, 0)
+
+
+class _ShardedRows:
     """Rows of class scores whose classes are cut over ``group``, or whole when it is None, with one target each."""
 
     def __init__(self, call: LocalCall, given: dict[str, Any], group: Any, class_dim: int) -> None:
         labels, shape = letters(len(call.input_shapes[0])), call.input_shapes[0]
         sizes, offsets = block_region(call, labels, shape)
         self.scores = given["input"]
-        self.group, self.dim = group, class_dim
-        self.num_classes, self.num_here = shape[class_dim], sizes[class_dim]
+        self.facts = _Facts(group, class_dim, shape[class_dim], sizes[class_dim], given["label_smoothing"])
         self.weight = given["weight"]
-        self.smoothing = given["label_smoothing"]
         if self.weight is not None and _platform.needs_grad(self.weight):
             raise RuntimeError("cross entropy has no gradient with respect to weight; give it weight.detach()")
         target = given["target"].long()
         self.ignored = target == given["ignore_index"]
         check_positions(call, target.masked_fill(self.ignored, 0), *self._bounds(call, given))
         own = target - offsets[class_dim]
-        self.is_elsewhere = ((own < 0) | (own >= self.num_here) | self.ignored).unsqueeze(class_dim)
-        self.own = own.clamp(0, max(self.num_here - 1, 0)).unsqueeze(class_dim)
+        num_here = self.facts.num_here
+        self.is_elsewhere = ((own < 0) | (own >= num_here) | self.ignored).unsqueeze(class_dim)
+        self.own = own.clamp(0, max(num_here - 1, 0)).unsqueeze(class_dim)
 
     def _bounds(self, call: LocalCall, given: dict[str, Any]) -> tuple[Layout, int, int, Callable[[int], Exception]]:
         """How the targets lie, the range they must be in, and the error where one is not."""
-        num_classes, ignore_index = self.num_classes, given["ignore_index"]
+        num_classes, ignore_index = self.facts.num_classes, given["ignore_index"]
 
         def error(target: int) -> Exception:
             return IndexError(
@@ -157,73 +173,88 @@ class _CutRows:
 
         return call.inputs[1], 0, num_classes, error
 
-    def at_target(self, scores: Any) -> Any:
-        """The scores of the targets that are here, zeros for the others; the class dim is kept."""
-        if self.num_here == 0:
-            return scores.sum(dim=self.dim, keepdim=True)
-        return scores.gather(self.dim, self.own).masked_fill(self.is_elsewhere, 0)
-
     def row_weights(self) -> Any:
         """The weights of the rows' targets, 0 for those to be ignored; whole on every rank of the group."""
         if self.weight is None:
             return in_working_precision(self.ignored.logical_not().to(self.scores.dtype))
-        if self.num_here == 0:
+        if self.facts.num_here == 0:
             own = in_working_precision(self.weight.detach()).new_zeros(self.ignored.shape)
         else:
-            own = in_working_precision(self.weight.detach())[self.own.squeeze(self.dim)]
-            own = own.masked_fill(self.is_elsewhere.squeeze(self.dim), 0)
-        return all_reduced(own, "sum", self.group)
+            own = in_working_precision(self.weight.detach())[self.own.squeeze(self.facts.dim)]
+            own = own.masked_fill(self.is_elsewhere.squeeze(self.facts.dim), 0)
+        return all_reduced(own, "sum", self.facts.group)
 
     def likelihood(self) -> Any:
         """Per row the negative score of the target times its weight. One all-reduce forward, none backward."""
-        own = self.at_target(self.scores).squeeze(self.dim)
-        return -sum_over(own, self.group) * self.row_weights()
+        own = _at_target(self.scores, self.own, self.is_elsewhere, self.facts).squeeze(self.facts.dim)
+        return -sum_over(own, self.facts.group) * self.row_weights()
 
     def entropy(self) -> Any:
         """Per row the cross entropy with its target, smoothed over all classes."""
-        scores = in_working_precision(self.scores)
-        return _CutEntropy.apply(scores, self)
+        scores, dim = in_working_precision(self.scores), self.facts.dim
+        class_weights = None if self.weight is None else _along(self.weight, dim, scores.ndim).to(scores.dtype)
+        return _ShardedEntropy.apply(
+            scores,
+            self.own,
+            self.is_elsewhere,
+            self.ignored.unsqueeze(dim),
+            self.row_weights().unsqueeze(dim),
+            class_weights,
+            self.facts,
+        )
 
 
-class _CutEntropy(_platform.Function):  # type: ignore[name-defined]
-    """forward: the all-reduces of logsumexp and one more; backward: nothing travels."""
+class _ShardedEntropy(_platform.Function):  # type: ignore[name-defined]
+    """forward: the all-reduces of logsumexp and one more; backward: nothing travels.
+
+    All tensors are arguments of their own, none hides in an object: what a program computes with can be read off the
+    call.
+    """
 
     @staticmethod
-    def forward(ctx: Any, scores: Any, rows: _CutRows) -> Any:
-        normaliser = cut_logsumexp(scores, (rows.dim,), rows.group)
-        weights = rows.row_weights().unsqueeze(rows.dim)
-        class_weights = None if rows.weight is None else _along(rows.weight, rows.dim, scores.ndim).to(scores.dtype)
-        terms = [rows.at_target(scores)]
-        weight_of_all: Any = float(rows.num_classes)
-        if rows.smoothing:
+    def forward(
+        ctx: Any,
+        scores: Any,
+        own: Any,
+        is_elsewhere: Any,
+        ignored: Any,
+        weights: Any,
+        class_weights: Any,
+        facts: _Facts,
+    ) -> Any:
+        normaliser = cut_logsumexp(scores, (facts.dim,), facts.group)
+        terms = [_at_target(scores, own, is_elsewhere, facts)]
+        weight_of_all: Any = float(facts.num_classes)
+        if facts.smoothing:
             weighted = scores if class_weights is None else scores * class_weights
-            terms.append(weighted.sum(dim=rows.dim, keepdim=True))
+            terms.append(weighted.sum(dim=facts.dim, keepdim=True))
             if class_weights is not None:
-                weight_of_all = all_reduced(rows.weight.sum(), "sum", rows.group)
+                weight_of_all = all_reduced(class_weights.sum(), "sum", facts.group)
         at_target, *of_all = all_reduced(
-            _platform.cat([term.unsqueeze(0) for term in terms]), "sum", rows.group
+            _platform.cat([term.unsqueeze(0) for term in terms]), "sum", facts.group
         ).unbind(0)
         result = (normaliser - at_target) * weights
-        ignored = rows.ignored.unsqueeze(rows.dim)
         if of_all:
-            on_target, on_each = _shares(rows.smoothing, rows.num_classes, scores)
+            on_target, on_each = _shares(facts.smoothing, facts.num_classes, scores)
             result = result * on_target + (normaliser * weight_of_all - of_all[0]) * on_each
         ctx.save_for_backward(scores, normaliser)
-        ctx.rows = (rows, weights, class_weights, weight_of_all, ignored)
-        return result.masked_fill(ignored, 0).squeeze(rows.dim)
+        ctx.constants = own, is_elsewhere, ignored, weights, class_weights, weight_of_all
+        ctx.facts = facts
+        return result.masked_fill(ignored, 0).squeeze(facts.dim)
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
         scores, normaliser = ctx.saved_tensors
-        rows, weights, class_weights, weight_of_all, ignored = ctx.rows
+        own, is_elsewhere, ignored, weights, class_weights, weight_of_all = ctx.constants
+        facts: _Facts = ctx.facts
         if _platform.needs_grad(scores):  # to be differentiated once more
-            normaliser = varied(cut_logsumexp(scores, (rows.dim,), rows.group), rows.group)
-        gradient = varied(gradient, rows.group).unsqueeze(rows.dim).masked_fill(ignored, 0)
-        on_target, on_each = _shares(rows.smoothing, rows.num_classes, scores)
+            normaliser = varied(cut_logsumexp(scores, (facts.dim,), facts.group), facts.group)
+        gradient = varied(gradient, facts.group).unsqueeze(facts.dim).masked_fill(ignored, 0)
+        on_target, on_each = _shares(facts.smoothing, facts.num_classes, scores)
         at_target, even = gradient * weights * on_target, gradient * on_each
-        answer = (scores - normaliser).exp() * (at_target + even * weight_of_all if rows.smoothing else at_target)
-        if rows.smoothing:
+        answer = (scores - normaliser).exp() * (at_target + even * weight_of_all if facts.smoothing else at_target)
+        if facts.smoothing:
             answer = answer - (even if class_weights is None else even * class_weights)
-        if rows.num_here:
-            answer = answer.scatter_add(rows.dim, rows.own, -at_target.masked_fill(rows.is_elsewhere, 0))
-        return answer, None
+        if facts.num_here:
+            answer = answer.scatter_add(facts.dim, own, -at_target.masked_fill(is_elsewhere, 0))
+        return answer, None, None, None, None, None, None
