@@ -27,7 +27,7 @@ def instance_norm(x, mean, var, weight=None, bias=None, use_input_stats=True):
 
 
 def native_batch_norm_in_evaluation(x, mean, var):
-    result, *saved = torch.native_batch_norm(x, None, None, mean, var, False, 0.1, 1e-5)
+    result, *saved = torch.native_batch_norm(x, None, None, mean.detach(), var.detach(), False, 0.1, 1e-5)
     assert [tuple(one.shape) for one in saved] == [(0,), (0,)]  # as on one device
     return result
 
