@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from hyper_parallel.core.distributed_checkpoint.agreement import Agreement, AloneAgreement, GroupAgreement
 from hyper_parallel.core.distributed_checkpoint.aside_folder import AsideFolder
 from hyper_parallel.core.distributed_checkpoint.file_names import new_save_name
@@ -26,9 +28,11 @@ from hyper_parallel.core.distributed_checkpoint.folder_files import (
     folder_path,
     write_at,
 )
+from hyper_parallel.core.distributed_checkpoint.held_state import WrittenEntries, require_memory
 from hyper_parallel.core.distributed_checkpoint.key_mapping import KeyMapping, Mapped, Piece
-from hyper_parallel.core.distributed_checkpoint.metadata import dtype_name
+from hyper_parallel.core.distributed_checkpoint.metadata import dtype_name, dtype_size
 from hyper_parallel.core.distributed_checkpoint.safetensors_folder import SafetensorsFolder
+from hyper_parallel.core.distributed_checkpoint.shown_text import shown
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
 from hyper_parallel.platform import get_platform
 
@@ -61,11 +65,15 @@ def load_hugging_face(
     allow_unused: bool = False,
     cast: bool = False,
     no_dist: bool = False,
+    whole: bool = False,
 ) -> LoadedNames:
     """Fill the tensors of ``state_dict`` in place from a folder of safetensors files; every rank reads its own blocks.
 
     Names that are missing in the files, or in them but unused, are an error that lists them unless allowed; so is a
     dtype that differs, unless ``cast``. A tied tensor needs to be in the files under one of its names.
+
+    If it raises while files are read, the state is part old and part new; with ``whole=True`` nothing is changed before
+    all ranks have read what they want, in memory of its own.
     """
     agreement = _agreement(no_dist)
     rules = KeyMapping.of(mapping)
@@ -81,12 +89,34 @@ def load_hugging_face(
             name: min((source.tensors[p.file_name][::3] for p in found), default=("", 0))
             for name, found in pieces.items()
         }
-        for name in sorted(set(state_dict) & set(pieces), key=places.__getitem__):
-            _fill_tensor(state_dict[name], mapped.our_dtypes[name], pieces[name], source)
+        wanted = sorted(set(state_dict) & set(pieces), key=places.__getitem__)
+        written.num_wanted = len(wanted)
+        if whole:
+            require_memory(sum(_local_bytes(state_dict[name], mapped.our_dtypes[name]) for name in wanted))
+        for name in wanted:
+            block = _Block(state_dict[name], mapped.our_dtypes[name])
+            if whole:
+                block.read(pieces[name], source, into_target=False)
+                held.append((name, block))
+            else:
+                written.add(name)
+                block.read(pieces[name], source, into_target=True)
+                block.apply()
         return names
 
+    written = WrittenEntries()
+    held: list[tuple[str, _Block]] = []
+
+    def apply() -> None:
+        for name, block in held:
+            written.add(name)
+            block.apply()
+
     result: list[LoadedNames] = []
-    agreement.round("loading safetensors files", lambda: result.append(work()))
+    with written.explained("load_hugging_face", whole):
+        agreement.round("loading safetensors files", lambda: result.append(work()))
+        if whole:
+            agreement.round("loading safetensors files (all is read, and is put into place)", apply)
     return result[0]
 
 
@@ -129,24 +159,50 @@ def _check_fit(state_dict: Mapping[str, Any], mapped: Mapped, path: Path, cast: 
         raise ValueError(f"'{path}': {_listed(problems, '; ')}")
 
 
-def _fill_tensor(target: Any, dtype: str, pieces: Sequence[Piece], source: SafetensorsFolder) -> None:
-    platform = get_platform()
-    if isinstance(target, DTensor):
-        if target.device_mesh.get_coordinate() is None:
+class _Block:
+    """This rank's block of a tensor, as it comes from the files: read first, applied then."""
+
+    def __init__(self, target: Any, dtype: str) -> None:
+        self._target = target
+        self._is_cast = dtype != _dtype_of(target)
+        self._dtype = dtype
+        self._sizes, self._offsets = _local_region(target)
+        self._data: Any = None
+
+    def read(self, pieces: Sequence[Piece], source: SafetensorsFolder, into_target: bool) -> None:
+        """Read it, straight into the tensor where that can be and may be."""
+        if 0 in self._sizes:
             return
-        sizes, offsets = target.layout.local_region(tuple(target.shape))
-    else:
-        sizes, offsets = tuple(target.shape), (0,) * target.ndim
-    if 0 in sizes:
-        return
-    if dtype == _dtype_of(target):
-        array = platform.raw_array(target)
-        fill_box(array, offsets, pieces, source.read)
-        platform.set_raw(target, array)
-    else:
-        block = platform.new_tensor(sizes, platform.str_to_dtype(dtype), "cpu")
-        fill_box(platform.raw_array(block), offsets, pieces, source.read)
-        platform.load_into_param(target, block)
+        platform = get_platform()
+        if self._is_cast:
+            self._data = platform.new_tensor(self._sizes, platform.str_to_dtype(self._dtype), "cpu")
+            array = platform.raw_array(self._data)
+        else:
+            array = platform.raw_array(self._target)
+            self._data = array = array if into_target else np.empty(array.shape, array.dtype)
+        fill_box(array, self._offsets, pieces, source.read)
+
+    def apply(self) -> None:
+        if self._data is None:
+            return
+        if self._is_cast:
+            get_platform().load_into_param(self._target, self._data)
+        else:
+            get_platform().set_raw(self._target, self._data)
+        self._data = None
+
+
+def _local_region(target: Any) -> tuple[Shape, Shape]:
+    """The sizes and offsets of this rank's block; of no elements where it has none."""
+    if not isinstance(target, DTensor):
+        return tuple(target.shape), (0,) * target.ndim
+    if target.device_mesh.get_coordinate() is None:
+        return (0,), (0,)
+    return target.layout.local_region(tuple(target.shape))
+
+
+def _local_bytes(target: Any, dtype: str) -> int:
+    return math.prod(_local_region(target)[0]) * dtype_size(dtype)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -285,9 +341,9 @@ def _address(value: Any) -> Any:
     if not platform.is_tensor(value):
         return id(value)
     block = platform.detached(value)
-    return (block.data_ptr(), tuple(block.shape), block.stride()) if math.prod(block.shape) else id(value)
+    return (block.data_ptr(), tuple(block.shape), tuple(block.stride())) if math.prod(block.shape) else id(value)
 
 
 def _listed(names: Sequence[str], between: str = ", ") -> str:
     more = len(names) - _LISTED
-    return between.join(names[:_LISTED]) + (f" and {more} more" if more > 0 else "")
+    return between.join(map(shown, names[:_LISTED])) + (f" and {more} more" if more > 0 else "")

@@ -17,6 +17,7 @@ from hyper_parallel.core.distributed_checkpoint.errors import CorruptCheckpointE
 from hyper_parallel.core.distributed_checkpoint.exchange import ReplicaExchange
 from hyper_parallel.core.distributed_checkpoint.file_agreement import make_agreement
 from hyper_parallel.core.distributed_checkpoint.flatten import stateful_in
+from hyper_parallel.core.distributed_checkpoint.held_state import HeldState, WrittenEntries
 from hyper_parallel.core.distributed_checkpoint.index_file import StoredTensor
 from hyper_parallel.core.distributed_checkpoint.merge_specs import fingerprint, merge_specs
 from hyper_parallel.core.distributed_checkpoint.metadata import dtype_size
@@ -35,6 +36,7 @@ def load(
     planner: LoadPlanner | None = None,
     no_dist: bool = False,
     use_collectives: bool = True,
+    whole: bool = False,
 ) -> None:
     """Fill ``state_dict`` from a checkpoint, in place; every rank calls it with the state that it wants.
 
@@ -42,22 +44,19 @@ def load(
     into their dicts and lists; values with ``state_dict()`` and ``load_state_dict()`` are given theirs. Entries of the
     checkpoint that ``state_dict`` lacks are not read; entries that the checkpoint lacks are an error that lists them.
 
-    Every byte that is read is checked. If it raises, on any rank, it raises on all; tensors may then hold anything.
+    Every byte that is read is checked. If it raises, on any rank, it raises on all, and the state is then part old and
+    part new: load another checkpoint before going on. With ``whole=True`` nothing is changed before all ranks have read
+    and checked everything that they want, in memory of its own: as much again as the state takes.
     """
     reader = storage_reader if storage_reader is not None else default_reader(checkpoint_id)
     planner = planner if planner is not None else StandardLoadPlanner()
     agreement = make_agreement(no_dist, use_collectives, checkpoint_id, "load")
-    loading = _Loading(checkpoint_id, reader, planner, agreement, state_dict)
+    written = WrittenEntries()
+    held = HeldState(planner, written) if whole else None
+    loading = _Loading(checkpoint_id, reader, planner, agreement, state_dict, held, written)
     try:
-        if loading.trades:
-            some_keep_state = loading.plan_and_trade()
-        elif planner.needs_global_plan:
-            plan = agreement.round("loading (planning)", loading.plan, planner.build_global_plan, one_each=True)
-            some_keep_state = agreement.round("loading", lambda: loading.read(plan), loading.verify)
-        else:
-            some_keep_state = agreement.round("loading", lambda: loading.read(loading.plan()), loading.verify)
-        if some_keep_state:  # on any rank, so that all take part
-            agreement.round("loading (load_state_dict)", loading.give_back)
+        with written.explained("load", whole):
+            loading.run()
     finally:
         reader.close()
         agreement.close()
@@ -89,6 +88,8 @@ class _Loading:
         planner: LoadPlanner,
         agreement: Agreement,
         state_dict: dict[str, Any],
+        held: HeldState | None,
+        written: WrittenEntries,
     ) -> None:
         self._id = checkpoint_id
         self._reader = reader
@@ -96,6 +97,23 @@ class _Loading:
         self._agreement = agreement
         self._given = self._state = state_dict
         self._stateful: dict[str, Any] = {}
+        self._held = held
+        self._written = written
+
+    def run(self) -> None:
+        """Plan, read, check and agree."""
+        agreement, planner = self._agreement, self._planner
+        if self.trades:
+            some_keep_state = self.plan_and_trade()
+        elif planner.needs_global_plan:
+            plan = agreement.round("loading (planning)", self.plan, planner.build_global_plan, one_each=True)
+            some_keep_state = agreement.round("loading", lambda: self.read(plan), self.verify)
+        else:
+            some_keep_state = agreement.round("loading", lambda: self.read(self.plan()), self.verify)
+        if self._held is not None:
+            agreement.round("loading (all is read and checked, and is put into place)", self._held.apply)
+        if some_keep_state:  # on any rank, so that all take part
+            agreement.round("loading (load_state_dict)", self.give_back)
 
     def plan(self) -> LoadPlan:
         self._stateful = stateful_in(self._given)
@@ -122,6 +140,7 @@ class _Loading:
         """Read the items of a plan; with ``places`` only into these, to be applied later."""
         if places is None:
             plan = self._planner.finalize_plan(plan)
+            self._expect(plan)
         index = self._files.index
         for number in range(self._agreement.rank, len(index.files), self._agreement.world_size):
             self._files.check_header(number)
@@ -129,18 +148,32 @@ class _Loading:
         shares: list[Share] = []
         for item in plan.items:
             if item.type is LoadItemType.BYTE_IO:
-                self._planner.apply_bytes(item, self._files.object_bytes(item.storage_index.fqn))
-                continue
-            if places is not None:
+                self._take_bytes(item, self._files.object_bytes(item.storage_index.fqn))
+            elif places is not None:
                 self._read_box(item, places[id(item)], numbers, shares)
-                continue
-            place = self._planner.acquire_tensor(item)
-            target = place if isinstance(place, np.ndarray) else get_platform().raw_array(place)
-            self._read_box(item, target, numbers, shares)
-            if place is not target:
-                get_platform().set_raw(place, target)
-            self._planner.apply_tensor(item, place)
+            elif self._held is not None:
+                self._read_box(item, self._held.place_for(item), numbers, shares)
+            else:
+                self._written.add(item.dest_index.fqn)
+                place = self._planner.acquire_tensor(item)
+                target = place if isinstance(place, np.ndarray) else get_platform().raw_array(place)
+                self._read_box(item, target, numbers, shares)
+                if place is not target:
+                    get_platform().set_raw(place, target)
+                self._planner.apply_tensor(item, place)
         return _ReadReport(index.crc32c, shares, bool(self._stateful))
+
+    def _expect(self, plan: LoadPlan) -> None:
+        self._written.num_wanted = len({item.dest_index.fqn for item in plan.items})
+        if self._held is not None:
+            self._held.expect(plan, self._files.index)
+
+    def _take_bytes(self, item: ReadItem, data: memoryview) -> None:
+        if self._held is not None:
+            self._held.keep_bytes(item, data)
+        else:
+            self._written.add(item.dest_index.fqn)
+            self._planner.apply_bytes(item, data)
 
     def _read_box(
         self, item: ReadItem, target: np.ndarray[Any, Any], numbers: dict[str, int], shares: list[Share]
@@ -184,13 +217,18 @@ class _Loading:
 
         is_uniform = agreement.round("loading (planning)", look, lambda values: len(set(values)) == 1)
         specs = planner.specs if is_uniform else agreement.round("loading", lambda: planner.specs, merge_specs)
-        items = planner.finalize_plan(plans[0]).items
+        plan = planner.finalize_plan(plans[0])
+        items = plan.items
         exchange = ReplicaExchange(items, dict(specs), agreement.rank, agreement.world_size)
         boxes = [item for item in items if item.type is not LoadItemType.BYTE_IO]
         places: dict[int, Any] = {}
 
         def read_own() -> _ReadReport:
-            places.update({id(item): planner.acquire_tensor(item) for item in boxes})
+            self._expect(plan)
+            place_for = planner.acquire_tensor if self._held is None else self._held.place_for
+            places.update({id(item): place_for(item) for item in boxes})
+            for item in boxes if self._held is None else ():
+                self._written.add(item.dest_index.fqn)
             mine = [item for item in items if exchange.reader_of(item) == agreement.rank]
             return self.read(LoadPlan(mine), places)
 
@@ -198,7 +236,7 @@ class _Loading:
 
         def trade() -> None:
             exchange.trade(places)
-            for item in boxes:
+            for item in boxes if self._held is None else ():
                 planner.apply_tensor(item, places[id(item)])
 
         agreement.round("loading (trading replicas)", trade)

@@ -21,7 +21,7 @@ from hyper_parallel.core.distributed_checkpoint.chunks import (
     slices,
 )
 from hyper_parallel.core.distributed_checkpoint.flatten import Leaf, flatten
-from hyper_parallel.core.distributed_checkpoint.json_state import decode_object, encode_object
+from hyper_parallel.core.distributed_checkpoint.json_state import check_encoding, decode_object, encode_object
 from hyper_parallel.core.distributed_checkpoint.metadata import (
     STORABLE_DTYPES,
     BytesStorageMetadata,
@@ -42,6 +42,7 @@ from hyper_parallel.core.distributed_checkpoint.planner import (
     WriteItem,
     WriteItemType,
 )
+from hyper_parallel.core.distributed_checkpoint.shown_text import listed
 from hyper_parallel.platform import get_platform
 
 
@@ -196,9 +197,9 @@ class StandardLoadPlanner(LoadPlanner):
         missing = [name for name in self.specs if name not in described]
         if missing and not self._allow_partial_load:
             raise ValueError(
-                f"the checkpoint lacks {len(missing)} of the {len(self.specs)} entries to load: {_listed(missing)}. It "
-                f"has {_listed(list(described))}. Pass planner=StandardLoadPlanner(allow_partial_load=True) to leave "
-                "them as they are"
+                f"the checkpoint lacks {len(missing)} of the {len(self.specs)} entries to load: {listed(missing)}. It "
+                f"has {listed(described) or 'nothing'}. Pass planner=StandardLoadPlanner(allow_partial_load=True) to "
+                "leave them as they are"
             )
         for name in missing:
             del self.specs[name]
@@ -217,6 +218,7 @@ class StandardLoadPlanner(LoadPlanner):
         if isinstance(spec, ObjectSpec):
             if not self._is_object(key):
                 raise ValueError(f"'{key}' is a tensor in the checkpoint, but not in the state to load into")
+            check_encoding(self._encoding(key), key, self._allow_pickle)
             at = MetadataIndex(key)
             yield ReadItem(LoadItemType.BYTE_IO, at, (), at, (), ())
             return
@@ -294,11 +296,22 @@ class StandardLoadPlanner(LoadPlanner):
             get_platform().set_raw(self._leaves[key].value, self._arrays.pop(key))
 
     def apply_bytes(self, read_item: ReadItem, value: Any) -> None:
+        self.put_object(read_item, self.decoded(read_item, value))
+
+    def decoded(self, read_item: ReadItem, value: Any) -> Any:
+        """The object that its bytes make, which is put nowhere yet."""
         key = read_item.dest_index.fqn
-        leaf = self._leaves[key]
+        return decode_object(value, self._encoding(key), key, self._allow_pickle)
+
+    def put_object(self, read_item: ReadItem, value: Any) -> None:
+        """Put an object where it belongs."""
+        leaf = self._leaves[read_item.dest_index.fqn]
+        leaf.container[leaf.place] = value
+
+    def _encoding(self, key: str) -> str:
         described = self._metadata.state_dict_metadata[key]
         assert isinstance(described, BytesStorageMetadata)
-        leaf.container[leaf.place] = decode_object(value, described.encoding, key, self._allow_pickle)
+        return described.encoding
 
 
 @functools.lru_cache(maxsize=4096)
@@ -334,8 +347,3 @@ def _complete(tensor: Any) -> None:
     """A distributed tensor may still be on its way from another layout."""
     if isinstance(tensor, get_platform().DTensorBase):
         tensor.wait()
-
-
-def _listed(names: list[str], most: int = 20) -> str:
-    shown = ", ".join(f"'{name}'" for name in names[:most])
-    return f"{shown} and {len(names) - most} more" if len(names) > most else shown or "nothing"
