@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import secrets
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -57,9 +59,12 @@ def remove_leftovers(path: str | os.PathLike) -> list[Path]:
     """Delete what killed writers of ``path`` left behind (files that a living one is writing stay); says which."""
     target = Path(os.path.realpath(path))
     removed = []
-    for leftover in target.parent.glob(f".{_glob_literal(target.name)}.*{PARTIAL_SUFFIX}"):
-        with suppress(FileNotFoundError, PermissionError):
-            descriptor = os.open(leftover, os.O_RDWR)
+    is_leftover = re.compile(re.escape(f".{target.name}.") + "[0-9a-f]+" + re.escape(PARTIAL_SUFFIX)).fullmatch
+    for leftover in [path for path in target.parent.iterdir() if is_leftover(path.name)]:
+        with suppress(OSError):  # It is gone, or not ours to open, or a link.
+            if not stat.S_ISREG(os.lstat(leftover).st_mode):
+                continue
+            descriptor = os.open(leftover, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
                 if _try_lock(descriptor):
                     os.unlink(leftover)
@@ -74,8 +79,13 @@ def _create_aside(target: Path) -> tuple[Path, int]:
         aside = target.parent / f".{target.name}.{secrets.token_hex(8)}{PARTIAL_SUFFIX}"
         # Not tempfile: its files are readable by their owner only, a checkpoint follows the umask.
         lock = os.open(aside, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
-        if _try_lock(lock) and os.fstat(lock).st_nlink > 0:
-            return aside, lock
+        try:
+            if _try_lock(lock) and os.fstat(lock).st_nlink > 0:
+                return aside, lock
+        except BaseException:
+            os.close(lock)
+            os.unlink(aside)
+            raise
         os.close(lock)  # a neighbour took it for a leftover in the moment before the lock, and removes it
 
 
@@ -94,7 +104,3 @@ def fsync_path(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _glob_literal(name: str) -> str:
-    return "".join(f"[{character}]" if character in "*?[" else character for character in name)

@@ -85,6 +85,8 @@ def check_path(file_path: str | os.PathLike) -> str:
         raise IsADirectoryError(f"cannot load a checkpoint from '{path}': it is a directory; name a file in it")
     if not os.path.exists(path):
         raise FileNotFoundError(f"cannot load a checkpoint from '{path}': there is no such file")
+    if not os.path.isfile(path):  # A FIFO would be waited for, a device read without end.
+        raise ValueError(f"cannot load a checkpoint from '{path}': it is no regular file")
     return path
 
 

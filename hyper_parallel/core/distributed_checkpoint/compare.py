@@ -87,6 +87,9 @@ def _numbers(bits: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any] | N
 
 def _compare_objects(one: Any, other: Any, name: str) -> str:
     if hasattr(one, "object_bytes") and hasattr(other, "object_bytes"):
+        lengths = [source.objects()[name][1] for source in (one, other)]
+        if max(lengths) > _STEP and lengths[0] != lengths[1]:
+            return f"the object has {lengths[0]} bytes in the first, {lengths[1]} bytes in the second"
         mine, theirs = one.object_bytes(name), other.object_bytes(name)
         if mine == theirs:
             return ""
