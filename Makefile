@@ -57,7 +57,7 @@ demo: $(STAMP) ## train a small Llama cut over 4 local processes, next to one pr
 test: setup ## run the tests on both frameworks (PLATFORM=torch or mindspore: one, TESTS=path, ARGS="-k name")
 	@run() { \
 		bin=$(BIN); test $$1 != mindspore || bin=$(MINDSPORE_VENV)/bin; \
-		exec $$bin/python -m pytest $(TESTS) --platform=$$1 $(ARGS); \
+		exec $$bin/python -m pytest $(TESTS) --platform=$$1 --durations=10 $(ARGS); \
 	}; \
 	set -- $(PLATFORM); first=$$1; shift; failed=0; others=; logs=$$(mktemp -d); \
 	trap 'for other in $$others; do kill $${other%:*} 2>/dev/null; done; rm -rf "$$logs"' EXIT; trap 'exit 130' INT TERM; \

@@ -21,6 +21,8 @@ from hyper_parallel.core.utils import compute_local_shape_and_global_offset
 from tests.core.layout_cases import layout_specs
 from tests.frameworks import torch
 
+only_on = "torch"  # once is enough: no framework takes part
+
 MESHES = [(2,), (4,), (2, 2), (2, 4), (4, 2), (2, 2, 2), (3, 1, 2)]
 NAMES = ("dp", "cp", "tp")
 

@@ -12,6 +12,8 @@ from hyper_parallel.core.dtensor.random import normal_quantile as module
 from hyper_parallel.core.dtensor.random.normal_quantile import NormalQuantile, natural_log, normal_cdf
 from tests.frameworks import torch
 
+only_on = "torch"  # once is enough: no framework takes part
+
 PROBABILITIES = np.concatenate(
     [
         np.random.default_rng(1).random(4000),

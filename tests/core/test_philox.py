@@ -6,6 +6,8 @@ import pytest
 from hyper_parallel.core.dtensor.random.philox import PhiloxBlocks, philox4x32
 from tests.frameworks import torch
 
+only_on = "torch"  # once is enough: no framework takes part
+
 MASK32 = 2**32 - 1
 
 # Counter, key and result, from the known-answer tests published with the generator.

@@ -11,6 +11,8 @@ from hyper_parallel.core.dtensor.random.random_state import DEFAULT_SEED, Draw, 
 from hyper_parallel.core.dtensor.random.random_stream import Region
 from hyper_parallel.core.dtensor.random.random_values import normal
 
+only_on = "torch"  # once is enough: no framework takes part
+
 
 @pytest.fixture(autouse=True)
 def _keep_the_state_of_the_process():

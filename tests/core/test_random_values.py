@@ -27,6 +27,8 @@ from hyper_parallel.core.dtensor.random.random_values import (
 )
 from tests.frameworks import torch
 
+only_on = "torch"  # once is enough: no framework takes part
+
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 KINDS = {
     "bits 32": lambda draw, region: random_bits(draw, region),

@@ -13,6 +13,8 @@ from hyper_parallel.core.dtensor.device_mesh import init_device_mesh
 from hyper_parallel.core.dtensor.redistribution_plan import COMMUNICATING, changed_axes, plan_redistribution
 from tests.core.layout_cases import every_layout, layout_specs
 
+only_on = "torch"  # once is enough: no framework takes part
+
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
 
 

@@ -9,6 +9,8 @@ import pytest
 from hyper_parallel.core.distributed_checkpoint.folder_files import assemble, fill_box
 from hyper_parallel.core.distributed_checkpoint.key_mapping import KeyMapping
 
+only_on = "torch"  # once is enough: no framework takes part
+
 
 def _values(shape, seed):
     return np.random.default_rng(seed).integers(0, 2**32, shape, dtype=np.uint32)

@@ -14,6 +14,8 @@ from hyper_parallel.platform import host_transport
 from hyper_parallel.platform.host_collectives import HostGroup, reduce_arrays
 from hyper_parallel.platform.host_transport import HostTransport, PeerLost
 
+only_on = "torch"  # once is enough: no framework takes part
+
 LONG = 120.0
 
 

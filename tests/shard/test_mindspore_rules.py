@@ -16,14 +16,16 @@ WRITE_IT = "write docs/mindspore.md anew: python -m tests.shard.mindspore_valida
 
 @pytest.fixture(scope="module")
 def found(worlds):
-    """What came of all samples on 2 ranks."""
-    return worlds(2, timeout=900).run(validate, [sample.label for sample in SAMPLES], (2,), MOST_LAYOUTS)[0]
+    """What came of all samples on 2 ranks, of one in three where it is no sweep."""
+    labels = [sample.label for sample in SAMPLES]
+    return worlds(2, timeout=900).run(validate, labels if worlds.sweep else labels[::3], (2,), MOST_LAYOUTS)[0]
 
 
 def test_every_sample_equals_one_device_under_every_layout(found):
     assert not found.wrong, f"{len(found.wrong)} of {len(SAMPLES)}:\n" + "\n".join(found.wrong)
 
 
+@pytest.mark.sweep
 def test_the_page_says_which_rules_were_validated(found):
     """Rules that were added since may be missing there."""
     said = DOCS.read_text().partition(BEGIN)[2].partition(END)[0]
@@ -34,6 +36,7 @@ def test_the_page_says_which_rules_were_validated(found):
         assert row(name, error) in said, WRITE_IT
 
 
+@pytest.mark.sweep
 def test_reasons_are_given_for_absent_rules_only(found):
     """And what MindSpore's programs come to instead are rules."""
     absent = {name: other for names in REASONS.values() for name, other in names.items()}
@@ -48,5 +51,6 @@ SEVERAL_AXES = (
 
 
 def test_on_two_axes(worlds):
-    found = worlds(4, timeout=600).run(validate, list(SEVERAL_AXES), (2, 2), 16)[0]
+    labels = list(SEVERAL_AXES)
+    found = worlds(4, timeout=600).run(validate, labels if worlds.sweep else labels[::3], (2, 2), 16)[0]
     assert not found.wrong, "\n".join(found.wrong)

@@ -23,11 +23,12 @@ def _demo(*arguments, folder=EXAMPLES):
     return _run(sys.executable, folder / "llama_demo.py", *arguments)
 
 
-def test_make_demo_shows_equal_losses_memory_collectives_and_the_drawing(tmp_path):
-    done = _run("make", "demo", ARGS=f"--svg {tmp_path / 'layouts.svg'}")
+def test_make_demo_shows_equal_losses_memory_collectives_and_the_drawing(tmp_path, sweep):
+    steps = 60 if sweep else 10
+    done = _run("make", "demo", ARGS=f"--steps {steps} --svg {tmp_path / 'layouts.svg'}")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "The losses are equal on every rank at all 60 steps" in done.stdout
-    assert "cut over 4 processes: step 60 of 60" in done.stdout
+    assert f"The losses are equal on every rank at all {steps} steps" in done.stdout
+    assert f"cut over 4 processes: step {steps} of {steps}" in done.stdout
     assert "attention.query" in done.stdout and "128/tp x 128" in done.stdout
     assert "\x1b" not in done.stdout, "colours where there is no terminal"
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in done.stdout.splitlines() if "│" in line]
@@ -54,7 +55,7 @@ def test_demo_says_so_when_the_losses_differ(tmp_path):
     spoiled = text.replace(line, f"{line}    model.head.weight.requires_grad_(False)\n")
     (tmp_path / "llama_demo.py").write_text(spoiled)
     (tmp_path / "launch.py").write_text((EXAMPLES / "launch.py").read_text())
-    done = _demo("--ranks", "2", "--steps", "12", folder=tmp_path)
+    done = _demo("--ranks", "2", "--steps", "8", folder=tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "The losses differ by up to" in done.stdout
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import hyper_parallel as hp
 from hyper_parallel.checkpoint import load_hugging_face
-from tests.world import run_on_ranks
+from tests.world import run_on_ranks, small_or_sweep
 
 pytest.importorskip("transformers", reason='these models are in an extra: pip install "hyper-parallel[transformers]"')
 
@@ -26,6 +26,8 @@ from tests.tensor_parallel.toy import parts_joined
 
 only_on = "torch"  # models of transformers, which are PyTorch's
 
+# Grouped heads that do not divide, fused and tied, experts: each structure once.
+STRUCTURES = ("llama_odd_heads", "gpt2", "mixtral")
 TIMEOUT = 600  # seconds; the first test on a world imports transformers on every rank
 
 
@@ -38,8 +40,8 @@ def _cut(name, dtype=torch.float64, **options):
     return hp.parallelize_module(model, _mesh(), hp.plans.for_model(model, **options))
 
 
-@run_on_ranks(2, 4, timeout=TIMEOUT)
-@pytest.mark.parametrize("name", CASES)
+@run_on_ranks(2, sweep=(4,), timeout=TIMEOUT)
+@pytest.mark.parametrize("name", small_or_sweep(CASES, STRUCTURES))
 def test_training_equals_one_device(name):
     plain, given = build(name), batch(name)
     cut = [_cut(name), _cut(name, sequence_parallel=True)]
@@ -53,7 +55,7 @@ def test_training_equals_one_device(name):
 
 
 @run_on_ranks(2, timeout=TIMEOUT)
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", small_or_sweep(OTHERS, ["deepseek_v3"]))
 def test_families_without_a_name_in_our_list(name):
     plain, cut, given = build(name), _cut(name, sequence_parallel=True), batch(name)
     with in_double():
@@ -104,7 +106,7 @@ def test_collectives_per_step():
             assert backward.counts == {"all_reduce": 2 * num_layers + 1}
 
 
-@run_on_ranks(2, 4, timeout=TIMEOUT)
+@run_on_ranks(2, sweep=(4,), timeout=TIMEOUT)
 @pytest.mark.parametrize("name", ["gpt2", "phi3"])
 def test_fused_projections_can_become_parameters_of_their_own(name):
     plain, given = build(name), batch(name)
@@ -117,7 +119,7 @@ def test_fused_projections_can_become_parameters_of_their_own(name):
             assert_same(parts_joined(got, want), want, rtol=1e-9, atol=1e-9)
 
 
-@run_on_ranks(2, 4, timeout=TIMEOUT)
+@run_on_ranks(2, sweep=(4,), timeout=TIMEOUT)
 def test_fused_projections_need_no_gather():
     """Query, key and value, or gate and up, in one weight: the same collectives as where each has its own."""
     num_layers, divides = 2, torch.distributed.get_world_size() == 2

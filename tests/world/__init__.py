@@ -6,8 +6,8 @@ on the ranks of a world and replaces it after a failure), `failures` (what a fai
 `frameworks` (what differs between PyTorch and MindSpore).
 """
 
-from tests.world.decorator import run_on_ranks
+from tests.world.decorator import run_on_ranks, small_or_sweep
 from tests.world.failures import RanksFailed
 from tests.world.world import World, Worlds
 
-__all__ = ["RanksFailed", "World", "Worlds", "run_on_ranks"]
+__all__ = ["RanksFailed", "World", "Worlds", "run_on_ranks", "small_or_sweep"]

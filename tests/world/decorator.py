@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -15,8 +15,12 @@ from tests.world.world import DEFAULT_TIMEOUT, Worlds
 WORLD_SIZE = "_world_size_of_case"
 
 
-def run_on_ranks(*world_sizes: int, timeout: float = DEFAULT_TIMEOUT) -> Callable[[Callable], Callable]:
+def run_on_ranks(
+    *world_sizes: int, sweep: Sequence[int] = (), timeout: float = DEFAULT_TIMEOUT
+) -> Callable[[Callable], Callable]:
     """The test has one case per world size; its body runs on every rank, within `timeout` seconds.
+
+    The sizes of `sweep` are tried by `make sweep` only.
 
     Its arguments (parametrised ones and the values of fixtures) are pickled and are the same on all ranks. The default
     process group is there.
@@ -44,6 +48,12 @@ def run_on_ranks(*world_sizes: int, timeout: float = DEFAULT_TIMEOUT) -> Callabl
             parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY))
         run.__signature__ = inspect.Signature(parameters)
         run._body_on_ranks = body
-        return pytest.mark.ranks(*world_sizes)(run)
+        return pytest.mark.ranks(*world_sizes, sweep=tuple(sweep))(run)
 
     return decorate
+
+
+def small_or_sweep(cases: Iterable[Any], small: Iterable[Any]) -> list[Any]:
+    """For `parametrize`: all cases, of which those that are not in `small` are tried by `make sweep` only."""
+    small = list(small)
+    return [pytest.param(case, marks=() if case in small else pytest.mark.sweep) for case in cases]

@@ -30,8 +30,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
-        "markers", "ranks(*sizes): the test runs on every rank of worlds of these sizes (use run_on_ranks)"
+        "markers", "ranks(*sizes, sweep): the test runs on every rank of worlds of these sizes (use run_on_ranks)"
     )
+    config.addinivalue_line("markers", "sweep: too long for every change; run by make sweep")
     name = config.getoption("--platform")
     if name not in FRAMEWORKS:  # It can come from the environment, which argparse does not check.
         raise pytest.UsageError(f"HYPER_PARALLEL_PLATFORM={name}: must be one of {', '.join(FRAMEWORKS)}")
@@ -80,16 +81,19 @@ def pytest_report_header(config: pytest.Config) -> str:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     mark = metafunc.definition.get_closest_marker("ranks")
     if mark is not None:
-        metafunc.parametrize(WORLD_SIZE, mark.args, ids=[f"world{size}" for size in mark.args])
+        sizes = [*mark.args, *(pytest.param(size, marks=pytest.mark.sweep) for size in mark.kwargs["sweep"])]
+        ids = [f"world{size}" for size in (*mark.args, *mark.kwargs["sweep"])]
+        metafunc.parametrize(WORLD_SIZE, sizes, ids=ids)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    wanted = config.getoption("--world-size")
-    if wanted is None:
-        return
-    selected = [item for item in items if _world_size(item) == wanted]
-    config.hook.pytest_deselected(items=[item for item in items if _world_size(item) != wanted])
-    items[:] = selected
+    wanted, sweep = config.getoption("--world-size"), config.getoption("--sweep")
+
+    def is_selected(item: pytest.Item) -> bool:
+        return (wanted is None or _world_size(item) == wanted) and (sweep or item.get_closest_marker("sweep") is None)
+
+    config.hook.pytest_deselected(items=[item for item in items if not is_selected(item)])
+    items[:] = [item for item in items if is_selected(item)]
 
 
 def _world_size(item: pytest.Item) -> int | None:
@@ -101,6 +105,7 @@ def _world_size(item: pytest.Item) -> int | None:
 def worlds(pytestconfig: pytest.Config) -> Iterator[Worlds]:
     """`worlds(4).run(function, *args)`: the results of a module-level function by rank, on 4 real processes."""
     worlds = Worlds(pytestconfig.getoption("--platform"))
+    worlds.sweep = pytestconfig.getoption("--sweep")
     yield worlds
     worlds.close()
 

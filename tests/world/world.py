@@ -62,6 +62,7 @@ class Worlds:
     def __init__(self, framework: str = "torch", may_fork: bool = True) -> None:
         self.framework = FRAMEWORKS[framework]
         self._may_fork = may_fork
+        self.sweep = False  # whether everything is tried, and not a small selection
         self._nursery: Nursery | None = None
         self._worlds: dict[int, World] = {}
 
