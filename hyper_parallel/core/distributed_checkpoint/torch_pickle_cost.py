@@ -20,7 +20,7 @@ ITEM, PAIR, MEMBER = 9, 104, 104  # and for each thing in a list or tuple, a dic
 
 _FREE_BYTES = 32 << 20
 _BYTES_PER_BYTE = 32  # Metadata of real checkpoints takes 12 by this count.
-_MAX_KEY_PARTS = 16
+_MAX_KEY_PARTS = 20
 _MAX_SAME_HASH = 16
 _LONG_TEXT = 1000
 _LITTLE_KEYS = (type(None), bool, float)
@@ -62,19 +62,19 @@ class PickleCost:
             same.append(key)
 
     def _num_parts(self, key: Any, limit: int) -> int:
-        """How many values a key consists of, itself included."""
+        """How many values a key consists of, itself included and counted twice if it has parts."""
+        if limit <= 0:
+            raise UnsafePickle(f"a key of more than {_MAX_KEY_PARTS} parts")
         kind = type(key)
         if kind in _LITTLE_KEYS:
             return 1
         if kind in (str, bytes, int, PurePosixPath):
             self.charge(8 if kind is int else len(str(key)) if kind is PurePosixPath else len(key))
             return 1
-        num = 2
         if kind not in (complex, tuple, frozenset):
             raise UnsafePickle(f"{described(key)} as a key")
+        num = 2
         for part in key if kind is not complex else ():
             num += self._num_parts(part, limit - num)
-            if num > limit:
-                raise UnsafePickle(f"a key of more than {_MAX_KEY_PARTS} parts")
         self.charge(ITEM * num)
         return num
