@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from hyper_parallel.core.dtensor.random.random_state import Draw
-from hyper_parallel.core.dtensor.random.random_stream import Region
+from hyper_parallel.core.dtensor.random.random_stream import GlobalRegion
 from hyper_parallel.core.dtensor.random.random_values import bernoulli, normal, randint, trunc_normal, uniform
 
 Timed = Callable[[], object]
@@ -36,11 +36,11 @@ def main() -> None:
     elements = int(sys.argv[1]) if len(sys.argv) > 1 else 1_000_000
     repeats = int(sys.argv[2]) if len(sys.argv) > 2 else 20
     torch.set_num_threads(1)
-    draw, whole = Draw(seed=1, number=0), Region((elements,))
+    draw, whole = Draw(seed=1, number=0), GlobalRegion((elements,))
     # As many elements as a quarter of the columns of a matrix (short runs), and as a single column.
     rows = max(elements // 256, 1)
-    columns = Region((rows, 1024), (0, 256), (rows, 256))
-    column = Region((elements, 8), (0, 1), (elements, 1))
+    columns = GlobalRegion((rows, 1024), (0, 256), (rows, 256))
+    column = GlobalRegion((elements, 8), (0, 1), (elements, 1))
     numpy_philox = np.random.Generator(np.random.Philox(1))
     table: dict[str, tuple[Timed, Timed | None, Timed | None]] = {
         "uniform float32": (

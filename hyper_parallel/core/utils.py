@@ -25,4 +25,5 @@ def compute_local_shape_and_global_offset(
     holder = device_mesh.get_rank() if rank is None else rank
     if holder not in device_mesh.rank_list:
         return outside_shape(shape), (0,) * len(shape)
-    return layout.local_region(shape, device_mesh.coordinate_of(holder))
+    region = layout.local_region(shape, device_mesh.coordinate_of(holder))
+    return region.sizes, region.offsets

@@ -96,5 +96,5 @@ def reduce_stacked(stacked, op):
 
 def block_of(whole, layout, coordinate=None):
     """The block of a whole tensor that a layout puts at ``coordinate`` (this rank's when None)."""
-    lengths, offsets = layout.local_region(tuple(whole.shape), coordinate)
+    offsets, lengths = layout.local_region(tuple(whole.shape), coordinate)
     return whole[tuple(slice(start, start + length) for length, start in zip(lengths, offsets, strict=True))]

@@ -14,7 +14,7 @@ from hyper_parallel import Layout, Partial, Replicate, Shard, get_platform, manu
 from hyper_parallel.core.dtensor.device_mesh import init_device_mesh
 from hyper_parallel.core.dtensor.random import random_values
 from hyper_parallel.core.dtensor.random.random_state import Draw, get_rng_state
-from hyper_parallel.core.dtensor.random.random_stream import Region
+from hyper_parallel.core.dtensor.random.random_stream import GlobalRegion
 from tests.core.layout_cases import block_of, every_layout
 from tests.frameworks import (
     assert_close,
@@ -48,7 +48,7 @@ def defined(kind, dtype, *parameters):
     """The whole tensor of the first draw."""
     name = str(dtype).removeprefix("torch.")
     values = getattr(random_values, kind)(
-        Draw(SEED, 0), Region(SHAPE), *parameters, **({} if kind == "bernoulli" else {"dtype": name})
+        Draw(SEED, 0), GlobalRegion(SHAPE), *parameters, **({} if kind == "bernoulli" else {"dtype": name})
     )
     return torch.from_numpy(np.asarray(values)).to(dtype)
 
@@ -105,7 +105,7 @@ def test_shards_differ_replicas_agree_and_draws_go_on():
     first, second = (hp.randn((4, 4), mesh, [Shard(0), Shard(1)]).full_tensor() for _ in range(2))
     assert not equal(first, second)
     for number, value in ((1, first), (2, second)):
-        whole = random_values.normal(Draw(3, number), Region((4, 4)))
+        whole = random_values.normal(Draw(3, number), GlobalRegion((4, 4)))
         assert equal(value, torch.from_numpy(whole))
 
 

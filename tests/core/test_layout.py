@@ -54,7 +54,7 @@ def test_blocks_tile_the_tensor_exactly(data):
     copies = math.prod(size for axis, size in enumerate(mesh.shape) if axis not in cut)
     times_held = np.zeros(shape, dtype=int)
     for coordinate in np.ndindex(mesh.shape):
-        lengths, offsets = layout.local_region(shape, coordinate)
+        offsets, lengths = layout.local_region(shape, coordinate)
         assert (lengths, offsets) == (layout.local_shape(shape, coordinate), layout.local_offset(shape, coordinate))
         times_held[tuple(slice(start, start + length) for start, length in zip(offsets, lengths, strict=True))] += 1
         rank = int(mesh.mesh[coordinate])

@@ -8,7 +8,7 @@ import pytest
 
 from hyper_parallel.core.dtensor.random import random_state
 from hyper_parallel.core.dtensor.random.random_state import DEFAULT_SEED, Draw, RandomState
-from hyper_parallel.core.dtensor.random.random_stream import Region
+from hyper_parallel.core.dtensor.random.random_stream import GlobalRegion
 from hyper_parallel.core.dtensor.random.random_values import normal
 
 only_on = "torch"  # once is enough: no framework takes part
@@ -71,11 +71,11 @@ def test_recompute_repeats_and_leaves_no_trace():
     state = RandomState(11)
     state.next_draw()
     before = state.get_state()
-    first = [normal(state.next_draw(), Region((5,))) for _ in range(2)]
+    first = [normal(state.next_draw(), GlobalRegion((5,))) for _ in range(2)]
     state.next_draw()
     after = state.get_state()
     with state.preserve(before):
-        again = [normal(state.next_draw(), Region((5,))) for _ in range(2)]
+        again = [normal(state.next_draw(), GlobalRegion((5,))) for _ in range(2)]
     assert np.array_equal(first, again)
     assert not np.array_equal(first[0], first[1])
     assert state.get_state() == after

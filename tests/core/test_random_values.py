@@ -16,7 +16,7 @@ from hyper_parallel.core.dtensor.random import normal_quantile, philox, random_s
 from hyper_parallel.core.dtensor.random.normal_quantile import normal_cdf
 from hyper_parallel.core.dtensor.random.philox import philox4x32
 from hyper_parallel.core.dtensor.random.random_state import Draw
-from hyper_parallel.core.dtensor.random.random_stream import Region, words_of_region
+from hyper_parallel.core.dtensor.random.random_stream import GlobalRegion, words_of_region
 from hyper_parallel.core.dtensor.random.random_values import (
     bernoulli,
     normal,
@@ -59,18 +59,18 @@ def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
 
 
-def regions_of_cuts(shape: tuple[int, ...], cuts: list[list[int]]) -> list[Region]:
+def regions_of_cuts(shape: tuple[int, ...], cuts: list[list[int]]) -> list[GlobalRegion]:
     edges = [[0, *sorted(min(cut, size) for cut in dim_cuts), size] for size, dim_cuts in zip(shape, cuts, strict=True)]
     boxes = itertools.product(*(itertools.pairwise(dim_edges) for dim_edges in edges))
-    return [Region(shape, [start for start, _ in box], [stop - start for start, stop in box]) for box in boxes]
+    return [GlobalRegion(shape, [start for start, _ in box], [stop - start for start, stop in box]) for box in boxes]
 
 
-def inside(region: Region) -> tuple[slice, ...]:
-    return tuple(slice(start, start + size) for start, size in zip(region.offsets, region.local_shape, strict=True))
+def inside(region: GlobalRegion) -> tuple[slice, ...]:
+    return tuple(slice(start, start + size) for start, size in zip(region.offsets, region.sizes, strict=True))
 
 
-def assembled(kind: str, draw: Draw, shape: tuple[int, ...], regions: list[Region]) -> np.ndarray:
-    result = np.empty_like(KINDS[kind](draw, Region(shape)))
+def assembled(kind: str, draw: Draw, shape: tuple[int, ...], regions: list[GlobalRegion]) -> np.ndarray:
+    result = np.empty_like(KINDS[kind](draw, GlobalRegion(shape)))
     for region in regions:
         result[inside(region)] = KINDS[kind](draw, region)
     return result
@@ -88,7 +88,7 @@ def cut_tensors(draw):
 def test_any_cut_assembles_to_the_bits_of_the_whole(cut_tensor, kind, seed, number):
     shape, cuts = cut_tensor
     draw = Draw(seed, number)
-    whole = KINDS[kind](draw, Region(shape))
+    whole = KINDS[kind](draw, GlobalRegion(shape))
     assert same_bits(assembled(kind, draw, shape, regions_of_cuts(shape, cuts)), whole)
 
 
@@ -107,9 +107,9 @@ def test_words_are_those_of_the_definition_in_pieces_of_any_size(cut_tensor, bit
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_single_elements_are_those_of_the_whole(kind):
     shape = (3, 7, 5)
-    whole = KINDS[kind](DRAW, Region(shape))
+    whole = KINDS[kind](DRAW, GlobalRegion(shape))
     for index in itertools.product(*map(range, shape)):
-        assert same_bits(KINDS[kind](DRAW, Region(shape, index, (1, 1, 1))), whole[index].reshape(1, 1, 1))
+        assert same_bits(KINDS[kind](DRAW, GlobalRegion(shape, index, (1, 1, 1))), whole[index].reshape(1, 1, 1))
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
@@ -123,7 +123,7 @@ def test_single_elements_are_those_of_the_whole(kind):
     ids=["one dim", "columns", "short rows"],
 )
 def test_large_tensors_in_many_pieces(kind, shape, cuts):
-    whole = KINDS[kind](DRAW, Region(shape))
+    whole = KINDS[kind](DRAW, GlobalRegion(shape))
     assert same_bits(assembled(kind, DRAW, shape, regions_of_cuts(shape, cuts)), whole)
 
 
@@ -138,7 +138,7 @@ def test_large_tensors_in_many_pieces(kind, shape, cuts):
     ],
 )
 def test_far_regions_of_huge_tensors(bits, shape, offsets, local_shape):
-    values = random_bits(DRAW, Region(shape, offsets, local_shape), bits)
+    values = random_bits(DRAW, GlobalRegion(shape, offsets, local_shape), bits)
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     for local_index in itertools.product(*map(range, local_shape)):
         index = sum((i + start) * stride for i, start, stride in zip(local_index, offsets, strides, strict=True))
@@ -146,20 +146,20 @@ def test_far_regions_of_huge_tensors(bits, shape, offsets, local_shape):
 
 
 def test_scalars_and_empty_tensors():
-    assert normal(DRAW, Region(())).shape == ()
-    assert float(normal(DRAW, Region(()))) == float(normal(DRAW, Region((5,)))[0])
+    assert normal(DRAW, GlobalRegion(())).shape == ()
+    assert float(normal(DRAW, GlobalRegion(()))) == float(normal(DRAW, GlobalRegion((5,)))[0])
     for shape in [(0,), (3, 0), (0, 4)]:
-        assert normal(DRAW, Region(shape)).shape == shape
-    assert uniform(DRAW, Region((4, 4), (4, 0), (0, 4))).shape == (0, 4)
+        assert normal(DRAW, GlobalRegion(shape)).shape == shape
+    assert uniform(DRAW, GlobalRegion((4, 4), (4, 0), (0, 4))).shape == (0, 4)
 
 
 def test_shape_matters_only_through_the_row_major_index():
-    assert same_bits(normal(DRAW, Region((6, 4))).reshape(-1), normal(DRAW, Region((24,))))
+    assert same_bits(normal(DRAW, GlobalRegion((6, 4))).reshape(-1), normal(DRAW, GlobalRegion((24,))))
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_other_seeds_and_draws_give_other_values(kind):
-    region = Region((500,))
+    region = GlobalRegion((500,))
     draws = [Draw(1, 0), Draw(2, 0), Draw(1, 1), Draw(1 + 2**32, 0), Draw(1, 2**32), Draw(0, 1)]
     results = {KINDS[kind](draw, region).tobytes() for draw in draws}
     assert len(results) == len(draws)
@@ -169,32 +169,32 @@ def test_other_seeds_and_draws_give_other_values(kind):
 
 
 def test_uniform_is_the_top_bits():
-    region = Region((1000,))
+    region = GlobalRegion((1000,))
     assert np.array_equal(uniform(DRAW, region), (random_bits(DRAW, region) >> np.uint32(8)) / 2**24)
     numbers = random_bits(DRAW, region, 64)
     assert np.array_equal(uniform(DRAW, region, dtype="float64"), (numbers >> np.uint64(11)) / 2**53)
 
 
 def test_bernoulli_compares_the_word():
-    words = random_bits(DRAW, Region((1000,)))
-    assert np.array_equal(bernoulli(DRAW, Region((1000,)), 0.25), words < 2**30)
+    words = random_bits(DRAW, GlobalRegion((1000,)))
+    assert np.array_equal(bernoulli(DRAW, GlobalRegion((1000,)), 0.25), words < 2**30)
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 1), (-5, 5), (0, 2**32), (-3, 2**40 + 1), (-(2**63), 2**63)])
 def test_randint_multiplies_and_takes_the_high_half(low, high):
-    numbers = random_bits(DRAW, Region((500,)), 64).tolist()
-    assert randint(DRAW, Region((500,)), low, high).tolist() == [low + (n * (high - low) >> 64) for n in numbers]
+    numbers = random_bits(DRAW, GlobalRegion((500,)), 64).tolist()
+    assert randint(DRAW, GlobalRegion((500,)), low, high).tolist() == [low + (n * (high - low) >> 64) for n in numbers]
 
 
 def test_randint_unsigned_and_narrow():
-    region = Region((500,))
+    region = GlobalRegion((500,))
     assert randint(DRAW, region, 0, 2**64, "uint64").tolist() == random_bits(DRAW, region, 64).tolist()
     assert randint(DRAW, region, 2**63, 2**63 + 9, "uint64").min() >= 2**63
     assert np.array_equal(randint(DRAW, region, -128, 128, "int8"), randint(DRAW, region, -128, 128))
 
 
 def test_lower_precisions_are_the_rounded_float32():
-    region = Region((20_000,))
+    region = GlobalRegion((20_000,))
     for make in (normal, trunc_normal):
         single = torch.from_numpy(make(DRAW, region))
         assert torch.equal(torch.from_numpy(make(DRAW, region, dtype="float16")), single.half())
@@ -203,14 +203,14 @@ def test_lower_precisions_are_the_rounded_float32():
 
 @pytest.mark.parametrize("kind", [f"{kind} bfloat16" for kind in ("uniform", "normal", "trunc")])
 def test_bfloat16_results_convert_without_loss(kind):
-    values = torch.from_numpy(KINDS[kind](DRAW, Region((5000,))))
+    values = torch.from_numpy(KINDS[kind](DRAW, GlobalRegion((5000,))))
     assert values.dtype == torch.float32
     assert torch.equal(values.bfloat16().float(), values)
 
 
 def test_dtypes_may_be_numpy_types():
-    assert normal(DRAW, Region((3,)), dtype=np.float64).dtype == np.float64
-    assert normal(DRAW, Region((3,)), dtype=np.dtype("float16")).dtype == np.float16
+    assert normal(DRAW, GlobalRegion((3,)), dtype=np.float64).dtype == np.float64
+    assert normal(DRAW, GlobalRegion((3,)), dtype=np.dtype("float16")).dtype == np.float16
 
 
 # Ranges
@@ -230,7 +230,7 @@ def extreme_words(monkeypatch, words):
 def test_uniform_stays_below_high_with_the_largest_word(monkeypatch, dtype, low, high):
     top = 2**64 - 1 if dtype == "float64" else 2**32 - 1
     extreme_words(monkeypatch, [0, top, top // 2])
-    values = uniform(DRAW, Region((3,)), low, high, dtype).astype(np.float64)
+    values = uniform(DRAW, GlobalRegion((3,)), low, high, dtype).astype(np.float64)
     assert low <= values[0] < values[2] <= values[1] < high
     assert values[0] == pytest.approx(low, abs=0.01 * max(abs(low), high - low))
     assert values[1] == pytest.approx(high, abs=0.01 * max(abs(high), high - low))
@@ -238,16 +238,16 @@ def test_uniform_stays_below_high_with_the_largest_word(monkeypatch, dtype, low,
 
 def test_uniform_uses_all_values_near_its_ends(monkeypatch):
     extreme_words(monkeypatch, [0, 2**32 - 1])
-    assert uniform(DRAW, Region((2,)), dtype="float16").tolist() == [0, 1 - 2**-11]
-    assert uniform(DRAW, Region((2,)), dtype="bfloat16").tolist() == [0, 1 - 2**-8]
-    assert uniform(DRAW, Region((2,)), -2, 65504, dtype="float16").tolist() == [-2, 65472]
-    assert uniform(DRAW, Region((2,)), -1, 0, dtype="float16").tolist() == [-1, -(2**-24)]
-    assert uniform(DRAW, Region((2,)), -1, 0, dtype="float32").tolist() == [-1, -(2**-24)]
+    assert uniform(DRAW, GlobalRegion((2,)), dtype="float16").tolist() == [0, 1 - 2**-11]
+    assert uniform(DRAW, GlobalRegion((2,)), dtype="bfloat16").tolist() == [0, 1 - 2**-8]
+    assert uniform(DRAW, GlobalRegion((2,)), -2, 65504, dtype="float16").tolist() == [-2, 65472]
+    assert uniform(DRAW, GlobalRegion((2,)), -1, 0, dtype="float16").tolist() == [-1, -(2**-24)]
+    assert uniform(DRAW, GlobalRegion((2,)), -1, 0, dtype="float32").tolist() == [-1, -(2**-24)]
 
 
 def test_uniform_of_one_value():
-    assert uniform(DRAW, Region((2,)), 0.1, 0.1).tolist() == [np.float32(0.1)] * 2
-    assert uniform(DRAW, Region((2,)), 0.1, 0.1, "bfloat16").tolist() == [torch.tensor(0.1).bfloat16().item()] * 2
+    assert uniform(DRAW, GlobalRegion((2,)), 0.1, 0.1).tolist() == [np.float32(0.1)] * 2
+    assert uniform(DRAW, GlobalRegion((2,)), 0.1, 0.1, "bfloat16").tolist() == [torch.tensor(0.1).bfloat16().item()] * 2
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -258,7 +258,7 @@ def test_normal_is_finite_and_symmetric_with_extreme_words(monkeypatch, dtype):
     if bits == 64:
         words[5] = half + 12345
     extreme_words(monkeypatch, words)
-    values = normal(DRAW, Region((6,)), dtype=dtype).astype(np.float64)
+    values = normal(DRAW, GlobalRegion((6,)), dtype=dtype).astype(np.float64)
     assert np.isfinite(values).all()
     assert values[4] == -values[5]
     assert np.abs(values).max() == pytest.approx(9.1 if bits == 64 else 6.34, abs=0.1)
@@ -280,9 +280,9 @@ def test_normal_is_finite_and_symmetric_with_extreme_words(monkeypatch, dtype):
 )
 def test_trunc_normal_stays_inside_with_extreme_words(monkeypatch, dtype, mean, std, a, b):
     top = 2**64 - 1 if dtype == "float64" else 2**32 - 1
-    plain = trunc_normal(DRAW, Region((1000,)), mean, std, a, b, dtype).astype(np.float64)
+    plain = trunc_normal(DRAW, GlobalRegion((1000,)), mean, std, a, b, dtype).astype(np.float64)
     extreme_words(monkeypatch, [0, top])
-    ends = trunc_normal(DRAW, Region((2,)), mean, std, a, b, dtype).astype(np.float64)
+    ends = trunc_normal(DRAW, GlobalRegion((2,)), mean, std, a, b, dtype).astype(np.float64)
     for values in (plain, ends):
         assert np.isfinite(values).all()
         assert (values >= a).all()
@@ -294,15 +294,15 @@ def test_trunc_normal_stays_inside_with_extreme_words(monkeypatch, dtype, mean, 
 
 def test_bernoulli_of_0_and_1_is_exact(monkeypatch):
     extreme_words(monkeypatch, [0, 2**32 - 1])
-    assert bernoulli(DRAW, Region((2,)), 0).tolist() == [False, False]
-    assert bernoulli(DRAW, Region((2,)), 1).tolist() == [True, True]
-    assert bernoulli(DRAW, Region((2,)), 0.5).tolist() == [True, False]
+    assert bernoulli(DRAW, GlobalRegion((2,)), 0).tolist() == [False, False]
+    assert bernoulli(DRAW, GlobalRegion((2,)), 1).tolist() == [True, True]
+    assert bernoulli(DRAW, GlobalRegion((2,)), 0.5).tolist() == [True, False]
 
 
 def test_normal_beyond_the_largest_value_is_infinite_like_any_rounding():
-    values = normal(DRAW, Region((100,)), std=1e6, dtype="float16")
+    values = normal(DRAW, GlobalRegion((100,)), std=1e6, dtype="float16")
     assert set(np.abs(values[~np.isfinite(values)]).tolist()) == {math.inf}
-    assert np.isfinite(normal(DRAW, Region((100,)), std=0.0, mean=3.0)).all()
+    assert np.isfinite(normal(DRAW, GlobalRegion((100,)), std=0.0, mean=3.0)).all()
 
 
 # Distributions. The seeds are fixed, so these cannot fail by chance; the limits are those of a 1e-4 test.
@@ -321,7 +321,7 @@ def kolmogorov_smirnov(values: np.ndarray, cdf) -> float:
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("seed", [0, 77])
 def test_distribution_functions(dtype, seed):
-    draw, region = Draw(seed, 0), Region((NUM_SAMPLES,))
+    draw, region = Draw(seed, 0), GlobalRegion((NUM_SAMPLES,))
     below, between = normal_cdf(-1.5), normal_cdf(0.5) - normal_cdf(-1.5)
     limit = 2.23  # exceeded with probability 1e-4
     assert kolmogorov_smirnov(uniform(draw, region, -2, 3, dtype), lambda x: (x + 2) / 5) < limit
@@ -334,7 +334,7 @@ def test_distribution_functions(dtype, seed):
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_moments(dtype):
-    region = Region((NUM_SAMPLES,))
+    region = GlobalRegion((NUM_SAMPLES,))
     z = normal(DRAW, region, dtype=dtype).astype(np.float64)
     error = 4 / math.sqrt(NUM_SAMPLES)
     for power, moment, variance in [(1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96), (6, 15, 10170)]:
@@ -349,18 +349,18 @@ def test_moments(dtype):
 
 @pytest.mark.parametrize("p", [1e-3, 0.1, 0.5, 0.9])
 def test_bernoulli_frequency(p):
-    assert abs(bernoulli(DRAW, Region((NUM_SAMPLES,)), p).mean() - p) < 4 * math.sqrt(p * (1 - p) / NUM_SAMPLES)
+    assert abs(bernoulli(DRAW, GlobalRegion((NUM_SAMPLES,)), p).mean() - p) < 4 * math.sqrt(p * (1 - p) / NUM_SAMPLES)
 
 
 def test_randint_frequencies():
-    counts = np.bincount(randint(DRAW, Region((NUM_SAMPLES,)), 0, 50), minlength=50)
+    counts = np.bincount(randint(DRAW, GlobalRegion((NUM_SAMPLES,)), 0, 50), minlength=50)
     chi_square = ((counts - NUM_SAMPLES / 50) ** 2 / (NUM_SAMPLES / 50)).sum()
     assert abs(chi_square - 49) < 4 * math.sqrt(2 * 49)
 
 
 @pytest.mark.parametrize("bits", [32, 64])
 def test_every_bit_is_set_half_of_the_time_and_independent_of_its_neighbour(bits):
-    words = random_bits(DRAW, Region((100_000,)), bits)
+    words = random_bits(DRAW, GlobalRegion((100_000,)), bits)
     limit = 5 * 0.5 / math.sqrt(len(words))
     for bit in range(bits):
         ones = (words >> words.dtype.type(bit)) & words.dtype.type(1)
@@ -374,12 +374,12 @@ def correlation(a: np.ndarray, b: np.ndarray) -> float:
 
 @pytest.mark.parametrize("make", [uniform, normal], ids=["uniform", "normal"])
 def test_draws_seeds_and_neighbours_are_uncorrelated(make):
-    region = Region((NUM_SAMPLES,))
+    region = GlobalRegion((NUM_SAMPLES,))
     base = make(Draw(10, 10), region)
     others = [make(draw, region) for draw in (Draw(10, 11), Draw(11, 10), Draw(11, 11), Draw(10 + 2**32, 10))]
     assert all(abs(correlation(base, other)) < 4.5 for other in others)
     assert all(abs(correlation(base[lag:], base[:-lag])) < 4.5 for lag in (1, 2, 3, 4, 8, 1024))
-    rows = Region((400, 500), (0, 0), (200, 500)), Region((400, 500), (200, 0), (200, 500))
+    rows = GlobalRegion((400, 500), (0, 0), (200, 500)), GlobalRegion((400, 500), (200, 0), (200, 500))
     assert abs(correlation(*(make(DRAW, region) for region in rows))) < 4.5
 
 
@@ -392,13 +392,13 @@ def test_draws_seeds_and_neighbours_are_uncorrelated(make):
         (((4, 4), (0, 2), (4, 3)), r"\[2, 5\) is not inside \[0, 4\) in dim 1"),
         (((4,), (-1,), (1,)), r"\[-1, 0\) is not inside \[0, 4\) in dim 0"),
         (((4, 4), (0,), (4, 4)), "one entry per dim of the global tensor"),
-        (((4, 4), (0, 0)), "give local_shape together with offsets"),
+        (((4, 4), (0, 0)), "give sizes together with offsets"),
         (((2**32, 2**32), (0, 0), (1, 1)), r"at most 2\*\*63 elements"),
     ],
 )
 def test_wrong_regions(arguments, message):
     with pytest.raises(ValueError, match=message):
-        Region(*arguments)
+        GlobalRegion(*arguments)
 
 
 @pytest.mark.parametrize(
@@ -432,7 +432,7 @@ def test_wrong_regions(arguments, message):
 )
 def test_wrong_arguments(call, error, message):
     with pytest.raises(error, match=message):
-        call(Region((3,)))
+        call(GlobalRegion((3,)))
 
 
 def test_the_generator_needs_numpy_and_nothing_else():

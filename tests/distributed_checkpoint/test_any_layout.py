@@ -66,7 +66,7 @@ def lay_out(whole, pick, world_size, empty):
     layout = Layout.of(mesh, cuts)
     if mesh.get_coordinate() is None:
         return None
-    sizes, offsets = layout.local_region(tuple(whole.shape))
+    offsets, sizes = layout.local_region(tuple(whole.shape))
     block = whole[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))].clone()
     return from_local(torch.zeros_like(block) if empty else block, mesh, layout, shape=tuple(whole.shape))
 
@@ -101,7 +101,7 @@ def load_states(directory, seeds):
                 continue
             whole, block = tensors[name], value
             if isinstance(value, DTensor):
-                sizes, offsets = value.layout.local_region(tuple(whole.shape))
+                offsets, sizes = value.layout.local_region(tuple(whole.shape))
                 whole = whole[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))]
                 block = value.to_local()
             assert same_bits(block, whole), (seed, name, value)

@@ -238,7 +238,7 @@ def _compare(
 
 
 def _block(whole: torch.Tensor, layout: Layout) -> torch.Tensor:
-    for dim, (size, start) in enumerate(zip(*layout.local_region(tuple(whole.shape)), strict=True)):
+    for dim, (start, size) in enumerate(zip(*layout.local_region(tuple(whole.shape)), strict=True)):
         whole = whole.narrow(dim, start, size)
     return whole
 

@@ -103,7 +103,7 @@ def test_where_values_come_from() -> None:
     with hp.CommRecorder() as recorder:
         kept = hp.parallelize_module(own, mesh, plan, src_data_rank=None)
     assert not recorder.records
-    _, (start, _) = kept.up.weight.layout.local_region((6, 4))
+    (start, _), _ = kept.up.weight.layout.local_region((6, 4))
     height = kept.up.weight.local_shape[0]
     assert equal(kept.up.weight.to_local(), theirs(built().up.weight)[start : start + height])
     with pytest.raises(ValueError, match=r"src_data_rank=9 is not a position in DeviceMesh"):

@@ -199,11 +199,11 @@ def _cells_of_layouts_on_rank(
     if mine is None:
         return ()
     coordinate = mine.mesh.coordinate_of(rank)
-    sizes, offsets = mine.local_region(shape, coordinate)
-    if 0 in sizes:
+    region = mine.local_region(shape, coordinate)
+    if 0 in region.sizes:
         return ()
     holders = _holders(layouts, coordinate)
-    return tuple(_split((offsets, sizes), holders, _cut_dim(layouts, shape, element_size), rank))
+    return tuple(_split(region, holders, _cut_dim(layouts, shape, element_size), rank))
 
 
 @functools.lru_cache(maxsize=65536)
@@ -221,7 +221,7 @@ def _holders(layouts: tuple[Layout, ...], coordinate: Shape) -> Ranks:
 def _cut_dim(layouts: tuple[Layout, ...], shape: Shape, element_size: int) -> int | None:
     """The dim along which the cells are cut among their holders; looked up on the first cell, which is the largest."""
     first = layouts[0]
-    sizes, _ = first.local_region(shape, (0,) * first.mesh.ndim)
+    sizes = first.local_shape(shape, (0,) * first.mesh.ndim)
     return _split_dim(sizes, len(_holders(layouts, (0,) * first.mesh.ndim)), element_size)
 
 

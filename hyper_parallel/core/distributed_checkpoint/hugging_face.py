@@ -35,6 +35,7 @@ from hyper_parallel.core.distributed_checkpoint.safetensors_folder import Safete
 from hyper_parallel.core.distributed_checkpoint.shown_text import shown
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.shared.region import Region
 
 __all__ = ["LoadedNames", "load_hugging_face", "save_hugging_face"]
 
@@ -166,7 +167,7 @@ class _Block:
         self._target = target
         self._is_cast = dtype != _dtype_of(target)
         self._dtype = dtype
-        self._sizes, self._offsets = _local_region(target)
+        self._offsets, self._sizes = _local_region(target)
         self._data: Any = None
 
     def read(self, pieces: Sequence[Piece], source: SafetensorsFolder, into_target: bool) -> None:
@@ -192,17 +193,17 @@ class _Block:
         self._data = None
 
 
-def _local_region(target: Any) -> tuple[Shape, Shape]:
-    """The sizes and offsets of this rank's block; of no elements where it has none."""
+def _local_region(target: Any) -> Region:
+    """Where this rank's local tensor lies; of no elements where it has none."""
     if not isinstance(target, DTensor):
-        return tuple(target.shape), (0,) * target.ndim
+        return Region.whole(tuple(target.shape))
     if target.device_mesh.get_coordinate() is None:
-        return (0,), (0,)
+        return Region((0,), (0,))
     return target.layout.local_region(tuple(target.shape))
 
 
 def _local_bytes(target: Any, dtype: str) -> int:
-    return math.prod(_local_region(target)[0]) * dtype_size(dtype)
+    return _local_region(target).num_elements * dtype_size(dtype)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

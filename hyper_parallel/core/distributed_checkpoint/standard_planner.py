@@ -81,8 +81,7 @@ def local_box(spec: TensorSpec, rank: int) -> Box:
 def _local_box(shape: Shape, layouts: tuple[Any, ...], holders: Ranks | None, rank: int) -> Box:
     for layout in layouts:
         if rank in layout.mesh.rank_list:
-            sizes, offsets = layout.local_region(shape, layout.mesh.coordinate_of(rank))
-            return offsets, sizes
+            return layout.local_region(shape, layout.mesh.coordinate_of(rank))
     whole = not layouts and (holders is None or rank in holders)
     return (0,) * len(shape), shape if whole else (0,) * len(shape)
 

@@ -7,13 +7,13 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from hyper_parallel.core.dtensor.blocks import Box, box_in
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor, resolve_layout, resolve_mesh
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.mesh_transfer import outside_shape
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.framework_of import kind_of, require_module
+from hyper_parallel.platform.shared.region import Region
 
 _DISTRIBUTED = "_hyper_parallel_distributed"
 
@@ -75,17 +75,13 @@ def _cut(tensor: Any, layout: Layout, shape: tuple[int, ...], src_data_rank: int
     elif coordinate is None:
         local = platform.new_tensor(outside_shape(shape), tensor.dtype, tensor.device)
     else:
-        local = platform.slice_block(whole, _box(layout, shape, coordinate))
+        local = platform.slice_block(whole, layout.local_region(shape, coordinate))
     if coordinate is not None:
         local = platform.to_device(local, mesh.device_type)
         for place, op in zip(coordinate, layout.partials, strict=True):
             if op is not None and place != 0:
                 local = platform.neutral_like(local, op)
     return local
-
-
-def _box(layout: Layout, shape: tuple[int, ...], coordinate: tuple[int, ...]) -> Box:
-    return box_in(layout.local_region(shape, coordinate), (shape, (0,) * len(shape)))
 
 
 def _scatter(whole: Any, layout: Layout, shape: tuple[int, ...], source: int) -> Any:
@@ -99,15 +95,15 @@ def _scatter(whole: Any, layout: Layout, shape: tuple[int, ...], source: int) ->
         return platform.new_tensor(outside_shape(shape), whole.dtype, whole.device)
     ranks = sorted(mesh.rank_list)
     local_shape = layout.local_shape(shape, coordinate)
-    inside = tuple((0, length) for length in local_shape)
-    sends: list[Box | None] = [None] * len(ranks)
-    receives: list[Box | None] = [None] * len(ranks)
+    inside = Region.whole(local_shape)
+    sends: list[Region | None] = [None] * len(ranks)
+    receives: list[Region | None] = [None] * len(ranks)
     kept = None
     if rank == source:
         for place, other in enumerate(ranks):
             if other != source:
-                sends[place] = _box(layout, shape, mesh.coordinate_of(other))
-        kept = (_box(layout, shape, coordinate), inside)
+                sends[place] = layout.local_region(shape, mesh.coordinate_of(other))
+        kept = (layout.local_region(shape, coordinate), inside)
     else:
         receives[ranks.index(source)] = inside
     whole = platform.to_device(whole, mesh.device_type)

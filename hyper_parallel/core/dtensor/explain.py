@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -69,7 +68,7 @@ def _sent_elements(step: Step, shape: tuple[int, ...]) -> int:
     sent = []
     for coordinate in ranks_of_step(step, first):
         boxes = exchange_boxes(step, shape, coordinate)[0]
-        sent.append(sum(math.prod(length for _, length in box) for box in boxes if box is not None))
+        sent.append(sum(box.num_elements for box in boxes if box is not None))
     return max(sent)
 
 

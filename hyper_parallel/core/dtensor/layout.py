@@ -15,6 +15,7 @@ from typing import Any
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, init_device_mesh
 from hyper_parallel.core.dtensor.placement_types import REDUCE_OPS, Partial, Placement, Replicate, Shard
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.shared.region import Region
 
 Shape = tuple[int, ...]
 DimAxes = tuple[tuple[int, ...], ...]
@@ -49,7 +50,7 @@ class Layout:
 
     _gradient: Layout | None
     _placements: tuple[Placement, ...] | None
-    _regions: dict[tuple[Shape, Shape], tuple[Shape, Shape]]
+    _regions: dict[tuple[Shape, Shape], Region]
     mesh: DeviceMesh
     dim_axes: DimAxes | None  # None: a mesh without a tensor yet, to be called with one
     partials: Partials
@@ -251,8 +252,8 @@ class Layout:
 
     # ---------------------------------------------------------------- who holds what
 
-    def local_region(self, shape: Sequence[int], coordinate: Sequence[int] | None = None) -> tuple[Shape, Shape]:
-        """Shape and global offset of the block at ``coordinate`` (this rank's when None) of a tensor of ``shape``."""
+    def local_region(self, shape: Sequence[int], coordinate: Sequence[int] | None = None) -> Region:
+        """Where the local tensor at ``coordinate`` (this rank's when None) lies in a tensor of ``shape``."""
         if coordinate is None:
             coordinate = self.mesh.get_coordinate()
             if coordinate is None:
@@ -268,7 +269,7 @@ class Layout:
             self._regions[key] = region
         return region
 
-    def _compute_region(self, shape: Shape, coordinate: Shape) -> tuple[Shape, Shape]:
+    def _compute_region(self, shape: Shape, coordinate: Shape) -> Region:
         if len(shape) != self.ndim:
             raise ValueError(f"{self} describes a tensor of {self.ndim} dims, not one of shape {shape}")
         lengths, offsets = [], []
@@ -279,15 +280,15 @@ class Layout:
                 offset += start
             lengths.append(size)
             offsets.append(offset)
-        return tuple(lengths), tuple(offsets)
+        return Region(tuple(offsets), tuple(lengths))
 
     def local_shape(self, shape: Sequence[int], coordinate: Sequence[int] | None = None) -> Shape:
         """The shape of the part at ``coordinate`` (this rank's own when None)."""
-        return self.local_region(shape, coordinate)[0]
+        return self.local_region(shape, coordinate).sizes
 
     def local_offset(self, shape: Sequence[int], coordinate: Sequence[int] | None = None) -> Shape:
         """Where the part at ``coordinate`` starts in the global tensor."""
-        return self.local_region(shape, coordinate)[1]
+        return self.local_region(shape, coordinate).offsets
 
     # ---------------------------------------------------------------- relatives
 

@@ -6,15 +6,14 @@ over the union of the ranks carries them, each byte once. A rank outside a mesh 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
-from hyper_parallel.core.dtensor.blocks import Box, Region, box_in, intersection
 from hyper_parallel.core.dtensor.layout import Layout, Shape
 from hyper_parallel.core.dtensor.redistribution_plan import remember
 from hyper_parallel.core.dtensor.tensor_redistribution import redistribute_local
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.shared.region import Region
 
 
 def transfer_local(tensor: Any, source: Layout, target: Layout, shape: Shape) -> Any:
@@ -50,9 +49,9 @@ def bytes_moved(source: Layout, target: Layout, shape: Shape, item_size: int) ->
     for rank in target.mesh.rank_list:
         wanted = target.local_region(shape, target.mesh.coordinate_of(rank))
         for region, ranks in holders.items():
-            both = intersection(region, wanted)
+            both = region.overlap(wanted)
             if both is not None and rank not in ranks:
-                moved += math.prod(both[0]) * item_size
+                moved += both.num_elements * item_size
     return moved
 
 
@@ -75,29 +74,29 @@ def _bind(source: Layout, target: Layout, shape: Shape) -> Callable[[Any], Any]:
     holders = _holders(source, shape)
     mine = source.local_region(shape) if rank in source.mesh.rank_list else None
     wanted = target.local_region(shape) if rank in target.mesh.rank_list else None
-    sends: list[Box | None] = [None] * len(union)
-    receives: list[Box | None] = [None] * len(union)
+    sends: list[Region | None] = [None] * len(union)
+    receives: list[Region | None] = [None] * len(union)
     kept = None
     for place, other in enumerate(union):
         if other not in target.mesh.rank_list:
             continue
         theirs = target.local_region(shape, target.mesh.coordinate_of(other))
         for region, ranks in holders.items():
-            both = intersection(region, theirs)
+            both = region.overlap(theirs)
             if both is None:
                 continue
             sender = other if other in ranks else ranks[place % len(ranks)]
             if sender == rank and other == rank:
                 assert mine is not None and wanted is not None
-                kept = (box_in(both, mine), box_in(both, wanted))
+                kept = (both.inside(mine), both.inside(wanted))
             elif sender == rank:
                 assert mine is not None
-                sends[place] = box_in(both, mine)
+                sends[place] = both.inside(mine)
             elif other == rank:
                 assert wanted is not None
-                receives[union.index(sender)] = box_in(both, wanted)
+                receives[union.index(sender)] = both.inside(wanted)
     group = platform.create_group(union)
-    local_shape = outside_shape(shape) if wanted is None else wanted[0]
+    local_shape = outside_shape(shape) if wanted is None else wanted.sizes
     return lambda tensor: platform.exchange_blocks(tensor, sends, receives, kept, local_shape, group)
 
 

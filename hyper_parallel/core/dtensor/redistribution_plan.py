@@ -290,7 +290,7 @@ class _Graph:
         mesh = self.target.mesh
         before = Layout.of(mesh, cuts).local_region(self.shape, coordinate)
         after = Layout.of(mesh, edge.state[0]).local_region(self.shape, coordinate)
-        for have, start, need, offset in zip(*before, *after, strict=True):
+        for start, have, offset, need in zip(*before, *after, strict=True):
             needed *= need
             shared *= max(0, min(start + have, offset + need) - max(start, offset))
         other = self._numel(edge.state[0])

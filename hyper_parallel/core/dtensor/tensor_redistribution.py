@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from hyper_parallel.core.dtensor.blocks import Box, box_in, intersection
 from hyper_parallel.core.dtensor.layout import Layout, Shape
 from hyper_parallel.core.dtensor.redistribution_plan import (
     ALL_REDUCE,
@@ -20,6 +19,7 @@ from hyper_parallel.core.dtensor.redistribution_plan import (
     plan_redistribution,
 )
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.shared.region import Region
 
 
 def redistribute_local(tensor: Any, source: Layout, target: Layout, shape: Shape) -> Any:
@@ -70,14 +70,14 @@ def _bind(step: Step, shape: Shape, following: Step | None = None) -> Callable[[
         raise RuntimeError(f"rank {mesh.get_rank()} is not part of {mesh} and cannot redistribute on it")
     before, after = step.source.local_region(shape), step.target.local_region(shape)
     if step.kind == SLICE:
-        box = box_in(after, before)
+        box = after.inside(before)
         if following is not None and following.kind in COMMUNICATING and mesh.size(following.axes) > 1:
-            index = tuple(slice(start, start + length) for start, length in box)
+            index = box.slices
             return lambda tensor: Done(tensor[index])  # the next step copies what it sends
         return lambda tensor: Done(platform.slice_block(tensor, box))
     if step.kind == EMBED:
-        box = box_in(before, after)
-        return lambda tensor: Done(platform.embed_block(tensor, box, after[0]))
+        box = before.inside(after)
+        return lambda tensor: Done(platform.embed_block(tensor, box, after.sizes))
     if step.kind == SPREAD:
         assert step.op is not None
         op = step.op
@@ -114,8 +114,8 @@ def _bind_exchange(
     return lambda tensor: platform.exchange_blocks(tensor, sends, receives, kept, local_shape, group)
 
 
-def _in_group_order(boxes: list[Box | None], positions: tuple[int, ...]) -> list[Box | None]:
-    ordered: list[Box | None] = [None] * len(boxes)
+def _in_group_order(boxes: list[Region | None], positions: tuple[int, ...]) -> list[Region | None]:
+    ordered: list[Region | None] = [None] * len(boxes)
     for place, box in zip(positions, boxes, strict=True):
         ordered[place] = box
     return ordered
@@ -123,28 +123,28 @@ def _in_group_order(boxes: list[Box | None], positions: tuple[int, ...]) -> list
 
 def exchange_boxes(
     step: Step, shape: Shape, coordinate: Shape
-) -> tuple[list[Box | None], list[Box | None], tuple[Box, Box] | None]:
+) -> tuple[list[Region | None], list[Region | None], tuple[Region, Region] | None]:
     """What the rank at ``coordinate`` sends to, and gets from, the ranks of its line, and what it keeps (from, to)."""
     line = ranks_of_step(step, coordinate)
     cut_before = {axis for axes in step.source.cuts for axis in axes}
     before, after = step.source.local_region(shape, coordinate), step.target.local_region(shape, coordinate)
-    sends: list[Box | None] = [None] * len(line)
-    receives: list[Box | None] = [None] * len(line)
+    sends: list[Region | None] = [None] * len(line)
+    receives: list[Region | None] = [None] * len(line)
     kept = None
     for index, other in enumerate(line):
         if other == coordinate:
-            both = intersection(before, after)
+            both = before.overlap(after)
             if both is not None:
-                kept = (box_in(both, before), box_in(both, after))
+                kept = (both.inside(before), both.inside(after))
             continue
         if _serves(coordinate, other, step.axes, cut_before):
-            both = intersection(before, step.target.local_region(shape, other))
+            both = before.overlap(step.target.local_region(shape, other))
             if both is not None:
-                sends[index] = box_in(both, before)
+                sends[index] = both.inside(before)
         if _serves(other, coordinate, step.axes, cut_before):
-            both = intersection(step.source.local_region(shape, other), after)
+            both = step.source.local_region(shape, other).overlap(after)
             if both is not None:
-                receives[index] = box_in(both, after)
+                receives[index] = both.inside(after)
     return sends, receives, kept
 
 

@@ -8,15 +8,13 @@ put together by operators that make new tensors: MindSpore loses writes into vie
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import prod
 from typing import Any
 
 from mindspore import mint, ops
 
 from hyper_parallel.platform.mindspore import collectives, private_api, tensors
 from hyper_parallel.platform.mindspore.dtensor_ops_creation import clone
-
-Box = tuple[tuple[int, int], ...]  # (start, length) per dim
+from hyper_parallel.platform.shared.region import Region
 
 
 class Pending:
@@ -83,9 +81,9 @@ def reduce_whole(tensor: Any, group: Any, op: str) -> Pending:
 
 def exchange_blocks(
     tensor: Any,
-    sends: Sequence[Box | None],
-    receives: Sequence[Box | None],
-    kept: tuple[Box, Box] | None,
+    sends: Sequence[Region | None],
+    receives: Sequence[Region | None],
+    kept: tuple[Region, Region] | None,
     shape: Sequence[int],
     group: Any,
 ) -> Pending:
@@ -100,21 +98,21 @@ def exchange_blocks(
     )
 
     def finish() -> Any:
-        pieces: list[tuple[Box, Any]] = []
+        pieces: list[tuple[Region, Any]] = []
         if kept is not None:
             pieces.append((kept[1], _part(tensor, kept[0])))
         start = 0
         for box, size in zip(receives, receive_sizes, strict=True):
             if box is not None and size:
                 values = narrowed(received, 0, start, size)
-                pieces.append((box, ops.reshape(values, tuple(length for _, length in box))))
+                pieces.append((box, ops.reshape(values, box.sizes)))
             start += size
         return _assembled(pieces, tuple(shape), tensor.dtype)
 
     return Pending(handle, finish)
 
 
-def _assembled(pieces: list[tuple[Box, Any]], shape: tuple[int, ...], dtype: Any) -> Any:
+def _assembled(pieces: list[tuple[Region, Any]], shape: tuple[int, ...], dtype: Any) -> Any:
     """The tensor whose parts are given, in memory of its own, by joining them dim by dim: pieces of a grid."""
     pieces = [(box, piece) for box, piece in pieces if 0 not in piece.shape]
     if not pieces:
@@ -125,29 +123,29 @@ def _assembled(pieces: list[tuple[Box, Any]], shape: tuple[int, ...], dtype: Any
     return _joined(pieces, 0, len(shape))
 
 
-def _joined(pieces: list[tuple[Box, Any]], dim: int, ndim: int) -> Any:
+def _joined(pieces: list[tuple[Region, Any]], dim: int, ndim: int) -> Any:
     if len(pieces) == 1:
         return pieces[0][1]
-    rows: dict[tuple[int, int], list[tuple[Box, Any]]] = {}
+    rows: dict[tuple[int, int], list[tuple[Region, Any]]] = {}
     for box, piece in pieces:
-        rows.setdefault(box[dim], []).append((box, piece))
+        rows.setdefault((box.offsets[dim], box.sizes[dim]), []).append((box, piece))
     joined = [_joined(row, dim + 1, ndim) for _, row in sorted(rows.items())]
     return joined[0] if len(joined) == 1 else mint.cat(joined, dim)
 
 
-def slice_block(tensor: Any, box: Box) -> Any:
+def slice_block(tensor: Any, box: Region) -> Any:
     """A part of the tensor, in memory of its own; of one on the meta device, which has none, another there."""
     if tensors.is_meta(tensor):
-        return tensors.new_tensor([length for _, length in box], tensor.dtype, tensor.device)
+        return tensors.new_tensor(box.sizes, tensor.dtype, tensor.device)
     with private_api.no_grad():
         return clone(_part(tensor, box))
 
 
-def embed_block(tensor: Any, box: Box, shape: Sequence[int]) -> Any:
+def embed_block(tensor: Any, box: Region, shape: Sequence[int]) -> Any:
     """A tensor of zeros with ``tensor`` at ``box``."""
     with private_api.no_grad():
         whole = tensor
-        for dim, ((start, length), size) in enumerate(zip(box, shape, strict=True)):
+        for dim, (start, length, size) in enumerate(zip(*box, shape, strict=True)):
             sizes = [start, size - start - length]
             if not any(sizes):
                 continue
@@ -176,14 +174,14 @@ def narrowed(tensor: Any, dim: int, start: int, length: int) -> Any:
     return tensor[tuple(index)]
 
 
-def _part(tensor: Any, box: Box) -> Any:
-    for dim, (start, length) in enumerate(box):
+def _part(tensor: Any, box: Region) -> Any:
+    for dim, (start, length) in enumerate(zip(*box, strict=True)):
         tensor = narrowed(tensor, dim, start, length)
     return tensor
 
 
-def _numel(box: Box | None) -> int:
-    return 0 if box is None else prod(length for _, length in box)
+def _numel(box: Region | None) -> int:
+    return 0 if box is None else box.num_elements
 
 
 def _padded(tensor: Any, dim: int, size: int) -> Any:

@@ -7,16 +7,14 @@ the place of the i-th of them in the group, None when the two orders agree. Noth
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import prod
 from typing import Any
 
 import torch
 
+from hyper_parallel.platform.shared.region import Region
 from hyper_parallel.platform.torch import collectives
 from hyper_parallel.platform.torch.collective_gradients import handed_out, own_copy
 from hyper_parallel.platform.torch.lost_ranks import completed
-
-Box = tuple[tuple[int, int], ...]  # (start, length) per dim
 
 
 class Pending:
@@ -96,14 +94,14 @@ def reduce_whole(tensor: torch.Tensor, group: Any, op: str) -> Pending:
 
 def exchange_blocks(
     tensor: torch.Tensor,
-    sends: Sequence[Box | None],
-    receives: Sequence[Box | None],
-    kept: tuple[Box, Box] | None,
+    sends: Sequence[Region | None],
+    receives: Sequence[Region | None],
+    kept: tuple[Region, Region] | None,
     shape: Sequence[int],
     group: Any,
 ) -> Pending:
     """``sends[r]`` of my block goes to group rank r, which fills ``receives[r]`` of the result; ``kept`` stays here."""
-    parts = [tensor[_index(box)].reshape(-1) for box in sends if box is not None]
+    parts = [tensor[box.slices].reshape(-1) for box in sends if box is not None]
     packed = torch.cat(parts) if parts else tensor.new_empty(0)
     send_sizes = [_numel(box) for box in sends]
     receive_sizes = [_numel(box) for box in receives]
@@ -114,24 +112,24 @@ def exchange_blocks(
     def finish() -> torch.Tensor:
         result = tensor.new_empty(tuple(shape))
         if kept is not None:
-            result[_index(kept[1])] = tensor[_index(kept[0])]
+            result[kept[1].slices] = tensor[kept[0].slices]
         for box, values in zip(receives, received.split(receive_sizes), strict=True):
             if box is not None:
-                result[_index(box)] = values.view([length for _, length in box])
+                result[box.slices] = values.view(box.sizes)
         return result
 
     return Pending(handle, finish)
 
 
-def slice_block(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+def slice_block(tensor: torch.Tensor, box: Region) -> torch.Tensor:
     """A part of the tensor, in memory of its own."""
-    return tensor[_index(box)].clone(memory_format=torch.contiguous_format)
+    return tensor[box.slices].clone(memory_format=torch.contiguous_format)
 
 
-def embed_block(tensor: torch.Tensor, box: Box, shape: Sequence[int]) -> torch.Tensor:
+def embed_block(tensor: torch.Tensor, box: Region, shape: Sequence[int]) -> torch.Tensor:
     """A tensor of zeros with ``tensor`` at ``box``."""
     whole = tensor.new_zeros(tuple(shape))
-    whole[_index(box)] = tensor
+    whole[box.slices] = tensor
     return whole
 
 
@@ -142,12 +140,8 @@ def neutral_like(tensor: torch.Tensor, op: str) -> torch.Tensor:
     return torch.ones_like(tensor) if op == "prod" else tensor.clone()
 
 
-def _index(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(start, start + length) for start, length in box)
-
-
-def _numel(box: Box | None) -> int:
-    return 0 if box is None else prod(length for _, length in box)
+def _numel(box: Region | None) -> int:
+    return 0 if box is None else box.num_elements
 
 
 def _padded(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:

@@ -10,15 +10,15 @@ import numpy as np
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.random import random_state, random_values
 from hyper_parallel.core.dtensor.random.random_state import Draw
-from hyper_parallel.core.dtensor.random.random_stream import Region
+from hyper_parallel.core.dtensor.random.random_stream import GlobalRegion
 from hyper_parallel.platform import get_platform
 
 
-def _part_of_whole(draw: Draw, region: Region, make: Callable[[Draw], np.ndarray], dtype: str) -> np.ndarray:
+def _part_of_whole(draw: Draw, region: GlobalRegion, make: Callable[[Draw], np.ndarray], dtype: str) -> np.ndarray:
     """This region of what ``make`` makes of a draw: a whole array, for values of which no part is made alone."""
     del dtype
     whole = make(draw)
-    return whole[tuple(slice(o, o + n) for o, n in zip(region.offsets, region.local_shape, strict=True))]
+    return whole[tuple(slice(o, o + n) for o, n in zip(region.offsets, region.sizes, strict=True))]
 
 
 _MAKERS: dict[str, Callable[..., np.ndarray]] = {
@@ -42,8 +42,7 @@ def random_block(
     coordinate = layout.mesh.get_coordinate()
     if coordinate is None:
         return platform.new_tensor((0,) * len(shape), dtype, device)
-    local_shape, offset = layout.local_region(shape)
-    region = Region(shape, offset, local_shape)
+    region = GlobalRegion(shape, *layout.local_region(shape))
     if kind != "bernoulli":
         parameters = {**parameters, "dtype": platform.dtype_name(dtype)}
     block = platform.from_numpy(_MAKERS[kind](draw, region, **parameters), dtype, device)

@@ -1,4 +1,4 @@
-"""Which random words belong to which elements: `Region` names a box of a global tensor, `words_of_region` gives the
+"""Which random words belong to which elements: `GlobalRegion` names a box of a tensor, `words_of_region` gives the
 random words of its elements, in the box's row-major order and in pieces that fit a cache."""
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from hyper_parallel.core.dtensor.random.random_state import Draw
 _MAX_ELEMENTS = 2**63
 
 
-class Region:
-    """A box of a global tensor: the elements `offsets[d] <= index[d] < offsets[d] + local_shape[d]`.
+class GlobalRegion:
+    """A box of a global tensor: the elements `offsets[d] <= index[d] < offsets[d] + sizes[d]`.
 
-    `Region(shape)` is the whole tensor.
+    `GlobalRegion(shape)` is the whole tensor.
     """
 
-    __slots__ = ("global_shape", "local_shape", "offsets")
+    __slots__ = ("global_shape", "offsets", "sizes")
 
     def __init__(
         self,
         global_shape: Sequence[int],
         offsets: Sequence[int] | None = None,
-        local_shape: Sequence[int] | None = None,
+        sizes: Sequence[int] | None = None,
     ) -> None:
         self.global_shape = tuple(map(operator.index, global_shape))
         self.offsets = (0,) * len(self.global_shape) if offsets is None else tuple(map(operator.index, offsets))
-        if local_shape is None:
+        if sizes is None:
             if offsets is not None:
-                raise ValueError(f"{self._described(local_shape)}: give local_shape together with offsets")
-            local_shape = self.global_shape
-        self.local_shape = tuple(map(operator.index, local_shape))
-        if not len(self.global_shape) == len(self.offsets) == len(self.local_shape):
+                raise ValueError(f"{self._described(sizes)}: give sizes together with offsets")
+            sizes = self.global_shape
+        self.sizes = tuple(map(operator.index, sizes))
+        if not len(self.global_shape) == len(self.offsets) == len(self.sizes):
             raise ValueError(f"{self!r}: the three must have one entry per dim of the global tensor")
-        boxes = zip(self.global_shape, self.offsets, self.local_shape, strict=True)
+        boxes = zip(self.global_shape, self.offsets, self.sizes, strict=True)
         for dim, (size, start, length) in enumerate(boxes):
             if size < 0 or start < 0 or length < 0 or start + length > size:
                 raise ValueError(f"{self!r}: [{start}, {start + length}) is not inside [0, {size}) in dim {dim}")
@@ -55,13 +55,13 @@ class Region:
     @property
     def num_elements(self) -> int:
         """Elements in the region."""
-        return math.prod(self.local_shape)
+        return math.prod(self.sizes)
 
     def __repr__(self) -> str:
-        return self._described(self.local_shape)
+        return self._described(self.sizes)
 
-    def _described(self, local_shape: Any) -> str:
-        return f"Region(global_shape={self.global_shape}, offsets={self.offsets}, local_shape={local_shape})"
+    def _described(self, sizes: Any) -> str:
+        return f"GlobalRegion(global_shape={self.global_shape}, offsets={self.offsets}, sizes={sizes})"
 
     def spans(self, max_elements: int) -> Iterator[tuple[np.ndarray, int]]:
         """The region in row-major order as pieces (starts, length): a run of `length` consecutive global indices from
@@ -69,7 +69,7 @@ class Region:
         if not self.num_elements:
             return
         num_outer_dims, run_length = self._runs()
-        outer_shape = self.local_shape[:num_outer_dims]
+        outer_shape = self.sizes[:num_outer_dims]
         num_runs = math.prod(outer_shape)
         strides = _row_major_strides(self.global_shape)
         first = sum(start * stride for start, stride in zip(self.offsets, strides, strict=True))
@@ -88,13 +88,13 @@ class Region:
         dim, length = len(self.global_shape), 1
         while dim > 0:
             dim -= 1
-            length *= self.local_shape[dim]
-            if self.local_shape[dim] != self.global_shape[dim]:
+            length *= self.sizes[dim]
+            if self.sizes[dim] != self.global_shape[dim]:
                 break
         return dim, length
 
 
-def words_of_region(draw: Draw, region: Region, bits: int, max_elements: int) -> Iterator[np.ndarray]:
+def words_of_region(draw: Draw, region: GlobalRegion, bits: int, max_elements: int) -> Iterator[np.ndarray]:
     """One random word of `bits` bits (32 or 64, unsigned) per element of `region`, in row-major order, as
     one-dimensional pieces of at most `max_elements`. A piece is writable, and valid until the next is asked for."""
     words_per_block = 128 // bits

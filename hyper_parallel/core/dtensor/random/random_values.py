@@ -14,7 +14,7 @@ import numpy as np
 
 from hyper_parallel.core.dtensor.random.normal_quantile import SMALLEST_TAIL, NormalQuantile, normal_cdf
 from hyper_parallel.core.dtensor.random.random_state import Draw
-from hyper_parallel.core.dtensor.random.random_stream import Region, words_of_region
+from hyper_parallel.core.dtensor.random.random_stream import GlobalRegion, words_of_region
 
 # Note [Dtypes]
 # float64 values are made from 64 random bits in float64 arithmetic; the others from 32 bits. Of those, uniform values
@@ -38,7 +38,7 @@ _PIECE = 1 << 16
 _Fill = Callable[[np.ndarray, np.ndarray], None]
 
 
-def random_bits(draw: Draw, region: Region, bits: int = 32) -> np.ndarray:
+def random_bits(draw: Draw, region: GlobalRegion, bits: int = 32) -> np.ndarray:
     """Raw random words: a uint32 array for `bits=32`, uint64 for `bits=64`."""
     if bits not in (32, 64):
         raise ValueError(f"random_bits: bits must be 32 or 64, got {bits!r}")
@@ -49,7 +49,9 @@ def random_bits(draw: Draw, region: Region, bits: int = 32) -> np.ndarray:
     return _generate(draw, region, bits, np.dtype(f"uint{bits}"), fill)
 
 
-def uniform(draw: Draw, region: Region, low: float = 0.0, high: float = 1.0, dtype: Any = "float32") -> np.ndarray:
+def uniform(
+    draw: Draw, region: GlobalRegion, low: float = 0.0, high: float = 1.0, dtype: Any = "float32"
+) -> np.ndarray:
     """Uniform values in [low, high), also after rounding to `dtype`; `low == high` gives that constant.
 
     float64 uses 53 random bits per value, the other dtypes 24.
@@ -90,7 +92,7 @@ def uniform(draw: Draw, region: Region, low: float = 0.0, high: float = 1.0, dty
     return _generate(draw, region, bits, _STORED_AS[name], fill)
 
 
-def normal(draw: Draw, region: Region, mean: float = 0.0, std: float = 1.0, dtype: Any = "float32") -> np.ndarray:
+def normal(draw: Draw, region: GlobalRegion, mean: float = 0.0, std: float = 1.0, dtype: Any = "float32") -> np.ndarray:
     """Normal values, one random word each, by the inverse of the distribution function.
 
     float64 uses 64 random bits per value (the tails reach 9.1 std), the other dtypes 32 (6.3 std).
@@ -129,7 +131,7 @@ def normal(draw: Draw, region: Region, mean: float = 0.0, std: float = 1.0, dtyp
 
 def trunc_normal(
     draw: Draw,
-    region: Region,
+    region: GlobalRegion,
     mean: float = 0.0,
     std: float = 1.0,
     a: float = -2.0,
@@ -187,7 +189,7 @@ def trunc_normal(
     return _generate(draw, region, bits, _STORED_AS[name], fill)
 
 
-def bernoulli(draw: Draw, region: Region, p: float) -> np.ndarray:
+def bernoulli(draw: Draw, region: GlobalRegion, p: float) -> np.ndarray:
     """A bool array, True with probability `p` (resolved to 2**-32; 0 and 1 are exact)."""
     p = _finite("bernoulli", p=p)
     if not 0 <= p <= 1:
@@ -203,7 +205,7 @@ def bernoulli(draw: Draw, region: Region, p: float) -> np.ndarray:
     return _generate(draw, region, 32, np.bool_, fill)
 
 
-def randint(draw: Draw, region: Region, low: int, high: int, dtype: Any = "int64") -> np.ndarray:
+def randint(draw: Draw, region: GlobalRegion, low: int, high: int, dtype: Any = "int64") -> np.ndarray:
     """Integers in [low, high): the high half of (64 random bits) * (high - low), plus low. The same numbers in every
     integer dtype. Probabilities of the values differ by at most 2**-64 from one another."""
     integer_type = np.dtype(dtype)
@@ -226,9 +228,9 @@ def randint(draw: Draw, region: Region, low: int, high: int, dtype: Any = "int64
     return _generate(draw, region, 64, integer_type, fill)
 
 
-def _generate(draw: Draw, region: Region, bits: int, stored_as: Any, fill: _Fill) -> np.ndarray:
+def _generate(draw: Draw, region: GlobalRegion, bits: int, stored_as: Any, fill: _Fill) -> np.ndarray:
     """Make the region piece by piece: `fill(words, out)` turns the random words of a piece into its values."""
-    result = np.empty(region.local_shape, dtype=stored_as)
+    result = np.empty(region.sizes, dtype=stored_as)
     flat = result.reshape(-1)
     position = 0
     for words in words_of_region(draw, region, bits, _PIECE):

@@ -122,7 +122,7 @@ def _keys_of_own_heads(call: LocalCall, keys: Any) -> Any:
     """The keys of the query heads that this rank has; see Note [Heads that share keys]."""
     num_query_heads = call.input_shapes[0][-3]
     per_key_head = num_query_heads // keys.shape[-3]
-    block, start = call.inputs[0].local_region(call.input_shapes[0])
+    start, block = call.inputs[0].local_region(call.input_shapes[0])
     heads = [(start[-3] + head) // per_key_head for head in range(block[-3])]
     return keys.index_select(-3, get_platform().index_tensor([heads], keys.device)[0])
 

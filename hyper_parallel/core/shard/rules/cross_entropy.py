@@ -147,7 +147,7 @@ class _ShardedRows:
 
     def __init__(self, call: LocalCall, given: dict[str, Any], group: Any, class_dim: int) -> None:
         labels, shape = letters(len(call.input_shapes[0])), call.input_shapes[0]
-        sizes, offsets = block_region(call, labels, shape)
+        offsets, sizes = block_region(call, labels, shape)
         self.scores = given["input"]
         self.facts = _Facts(group, class_dim, shape[class_dim], sizes[class_dim], given["label_smoothing"])
         self.weight = given["weight"]

@@ -14,6 +14,7 @@ from typing import Any
 from hyper_parallel.core.dtensor.layout import Layout, Shape
 from hyper_parallel.core.shard.rule_kit.signature import Labels, LocalCall, OpCall
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.shared.region import Region
 
 _platform = get_platform()
 
@@ -52,15 +53,15 @@ def group_of(call: LocalCall, letters: Iterable[str | None]) -> Any:
     return call.mesh.get_group(tuple(axes)) if axes else None
 
 
-def block_region(call: LocalCall, labels: Labels, shape: Shape) -> tuple[Shape, Shape]:
-    """Shape and offset of this rank's block of a tensor with these labels and this global shape."""
+def block_region(call: LocalCall, labels: Labels, shape: Shape) -> Region:
+    """Where this rank's block of a tensor with these labels and this global shape lies."""
     cuts = [() if letter is None else call.axes.get(letter, ()) for letter in labels]
     return Layout.of(call.mesh, cuts).local_region(shape)
 
 
 def num_elements(call: LocalCall, labels: Labels, shape: Shape, dims: Iterable[int]) -> tuple[int, int]:
     """How many elements this rank has along ``dims`` together, and how many there are."""
-    block, _ = block_region(call, labels, shape)
+    block = block_region(call, labels, shape).sizes
     dims = list(dims)
     return math.prod(block[dim] for dim in dims), math.prod(shape[dim] for dim in dims)
 

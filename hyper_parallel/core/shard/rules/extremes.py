@@ -122,7 +122,7 @@ def _extreme_of_dim(call: LocalCall) -> Any:
     block = given["input"]
     (dim,) = reduced_dims(block.ndim, given["dim"])
     group = reduced_group(call, (dim,))
-    offset = block_region(call, labels_of(call), call.input_shapes[0])[1][dim]
+    offset = block_region(call, labels_of(call), call.input_shapes[0]).offsets[dim]
     size = block.shape[dim]
     best, index = _first_of_all(block.detach(), dim, offset, _OPS[_platform.get_op_name(call.func)], group)
     if _platform.needs_grad(block):
@@ -168,7 +168,7 @@ def _arg_extreme(call: LocalCall) -> Any:
     dims = reduced_dims(len(shape), given["dim"])
     group = reduced_group(call, dims)
     op = _OPS[_platform.get_op_name(call.func)]
-    _, offsets = block_region(call, labels_of(call), shape)
+    offsets = block_region(call, labels_of(call), shape).offsets
     if given["dim"] is not None:
         _, index = _first_of_all(block, dims[0], offsets[dims[0]], op, group)
         return index if given["keepdim"] else index.squeeze(dims[0])

@@ -186,7 +186,7 @@ def _group_norm(call: LocalCall) -> Any:
     block, shape, num_groups = given["input"], call.input_shapes[0], given["num_groups"]
     refuse_whole_numbers(call, block)
     labels = letters(len(shape))
-    sizes, offsets = block_region(call, labels, shape)
+    offsets, sizes = block_region(call, labels, shape)
     per_group = shape[1] // num_groups
     channels = _platform.arange(offsets[1], offsets[1] + sizes[1], device=block.device)
     groups = channels // per_group

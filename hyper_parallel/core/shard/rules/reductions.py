@@ -195,7 +195,7 @@ def trace(call: OpCall) -> Signature:
 def _trace(call: LocalCall) -> Any:
     """The part of the global diagonal that runs through this block."""
     block = call.args[0] if call.args else call.kwargs["input"]
-    rows, columns = block_region(call, labels_of(call), call.input_shapes[0])[1]
+    rows, columns = block_region(call, labels_of(call), call.input_shapes[0]).offsets
     return block.diagonal(rows - columns).sum()
 
 
