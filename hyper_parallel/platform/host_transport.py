@@ -85,7 +85,10 @@ class _Peer:
 
 
 class HostTransport:
-    """This process's connections to the other processes of its world."""
+    """This process's connections to the other processes of its world.
+
+    The ranks prove to each other that they know ``secret``; without one see Note [Who may join] in ``meeting.py``.
+    """
 
     def __init__(
         self, rank: int, world_size: int, address: str, port: int, name: str, timeout: float, secret: bytes = b""

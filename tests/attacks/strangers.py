@@ -22,12 +22,12 @@ _RESET = struct.pack("ii", 1, 0)  # closing a socket that lingers for 0 s resets
 
 
 def free_port() -> int:
-    """The first of a few ports of the loopback device that are free."""
+    """The first of two ports of the loopback device that are free."""
     while True:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        if port < 65000:
+        with contextlib.suppress(OSError, OverflowError), socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", 0))
+            port = first.getsockname()[1]
+            second.bind(("127.0.0.1", port + 1))
             return port
 
 

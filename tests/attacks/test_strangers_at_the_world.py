@@ -28,6 +28,7 @@ from tests.attacks.strangers import (
     await_listener,
     free_port,
     hand_on,
+    listening_ports,
     listening_stranger,
     name_of_rank,
     open_files,
@@ -88,6 +89,7 @@ def test_a_stranger_without_the_secret_does_not_become_a_rank(port, tmp_path, se
     """It has this very code, and tries to hand rank 0 a pickle that runs a command there."""
 
     def attack():
+        await_listener()
         with contextlib.suppress(TimeoutError), contextlib.closing(join(1, 2, port, 1.0, secret)) as stranger:
             gadget = np.frombuffer(pickle.dumps(Gadget(tmp_path / "was here")), np.uint8)
             HostGroup(stranger, range(2), "group").start_gather("all_gather_object", gadget)
@@ -124,6 +126,7 @@ def test_a_rank_with_another_secret_is_told(port, capfd):
 
     with ThreadPoolExecutor(1) as pool:
         hosting = pool.submit(rank_0)
+        await_listener()
         with pytest.raises(
             TimeoutError,
             match=r"rank 1 found no rank 0 .* rank 1 looks for rank 0, and whoever listens at 127.0.0.1:\d+ knows the "
@@ -140,6 +143,10 @@ def test_a_rank_with_another_secret_is_told(port, capfd):
 def test_ranks_join_on_every_kind_of_loopback(port, address, secret, capfd):
     assert run_ranks(3, port, total, secret, address) == [6.0] * 3
     assert "hyper_parallel" not in capfd.readouterr().err
+
+
+def test_nothing_is_left_listening(port):
+    assert run_ranks(3, port, lambda transport: (total(transport), listening_ports())) == [(6.0, set())] * 3
 
 
 def test_a_stranger_in_between_is_found_out(port):
@@ -166,13 +173,21 @@ def pretend(connection):
     connection.recv(100_000)
 
 
+def mirror(connection):
+    """Everything as rank 0 says it, with the caller's own proof for one of the secret."""
+    opening = reception.receive_exactly(connection, 48, time.monotonic() + LONG)
+    connection.sendall(opening[:16] + os.urandom(32))
+    connection.sendall(connection.recv(100_000)[-32:])
+    connection.recv(1)
+
+
 def wait(connection):
     connection.sendall(connection.recv(16))
     connection.recv(100_000)
     time.sleep(1.0)
 
 
-@pytest.mark.parametrize("behaviour", [echo, pretend, wait])
+@pytest.mark.parametrize("behaviour", [echo, pretend, mirror, wait])
 def test_a_stranger_that_says_it_is_rank_0_does_not_keep_ranks_from_the_real_one(port, behaviour):
     with listening_stranger(behaviour, port) as came:
         assert run_ranks(2, port, total) == [3.0, 3.0]
@@ -206,6 +221,23 @@ def test_words_of_others_cannot_be_used_again():
                     hall.next_caller(0.3)
                 assert stranger.recv(1000)[48:] == bytes(32)  # refused
                 assert stranger.recv(1) == b""
+
+
+def test_a_card_that_was_changed_on_the_way_is_refused(port):
+    with socket.create_server(("127.0.0.1", 0)) as listener, Reception(listener, SECRET, "world") as hall:
+
+        class Changed(socket.socket):
+            def sendall(self, data, *flags):
+                return super().sendall(data.replace(b'"rank": 1', b'"rank": 2'), *flags)
+
+        with ThreadPoolExecutor(1) as pool, Changed() as sock:
+            sock.settimeout(LONG)
+            sock.connect(listener.getsockname())
+            calling = pool.submit(introduce, sock, SECRET, "world", {"rank": 1})
+            with pytest.raises(TimeoutError, match="nobody who knows the secret"):
+                hall.next_caller(0.3)
+            with pytest.raises(Refused, match="refused this caller"):
+                calling.result()
 
 
 # ---------------------------------------------------------------- users of the host
