@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import encodings.idna  # noqa: F401 - another user may not be able to load it later
 import os
 import socket
 import struct
@@ -51,6 +52,17 @@ def name_of_rank(rank: int, num_ranks: int) -> str:
 
 def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
+
+
+@contextlib.contextmanager
+def no_new_files() -> Iterator[None]:
+    """Whatever is opened inside is closed in the end."""
+    before = open_files()
+    yield
+    end = time.monotonic() + 5  # Threads of strangers may be closing theirs.
+    while open_files() > before and time.monotonic() < end:
+        time.sleep(0.01)
+    assert open_files() <= before
 
 
 def listening_ports() -> set[int]:
@@ -189,3 +201,30 @@ def _pump(source: socket.socket, target: socket.socket) -> None:
         while data := source.recv(65536):
             target.sendall(data)
         target.shutdown(socket.SHUT_WR)
+
+
+# ---------------------------------------------------------------- strangers on the host
+
+
+@contextlib.contextmanager
+def as_another_user(act: Callable[[], bool]) -> Iterator[Callable[[], bytes]]:
+    """``act()`` in a process of the user "nobody"; yields a function that gives its result in one byte."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setgroups([])
+            os.setgid(65534)
+            os.setuid(65534)
+            os.write(writing, b"y" if act() else b"n")
+        except BaseException as error:
+            os.write(2, repr(error).encode())
+            os.write(writing, b"!")
+        finally:
+            os._exit(0)
+    os.close(writing)
+    try:
+        yield lambda: os.read(reading, 1)
+    finally:
+        os.close(reading)
+        os.waitpid(child, 0)

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import encodings.idna  # noqa: F401 - another user may not be able to load it later
 import os
 import pickle
-import resource
 import socket
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -20,18 +17,18 @@ from hyper_parallel.platform.cards import receive_block
 from hyper_parallel.platform.host_collectives import HostGroup
 from hyper_parallel.platform.host_transport import HostTransport
 from hyper_parallel.platform.peer_user import user_of_peer
-from hyper_parallel.platform.reception import Reception, Refused, introduce
+from hyper_parallel.platform.reception import Refused, introduce
 from tests.attacks.strangers import (
     LONG,
     SECRET,
-    STRANGERS,
+    as_another_user,
     await_listener,
     free_port,
     hand_on,
     listening_ports,
     listening_stranger,
     name_of_rank,
-    open_files,
+    no_new_files,
     run_ranks,
     strangers_at,
 )
@@ -48,12 +45,8 @@ def port():
 
 @pytest.fixture(autouse=True)
 def no_file_is_left_open():
-    before = open_files()
-    yield
-    end = time.monotonic() + 5  # Threads of strangers may be closing theirs.
-    while open_files() > before and time.monotonic() < end:
-        time.sleep(0.01)
-    assert open_files() <= before
+    with no_new_files():
+        yield
 
 
 def total(transport):
@@ -194,77 +187,7 @@ def test_a_stranger_that_says_it_is_rank_0_does_not_keep_ranks_from_the_real_one
         assert came[0] >= 1
 
 
-def test_words_of_others_cannot_be_used_again():
-    """What a rank said to one listener, or a listener to a rank, opens nothing later."""
-    with socket.create_server(("127.0.0.1", 0)) as listener, Reception(listener, SECRET, "world") as hall:
-        door = listener.getsockname()
-        said = []
-
-        class Overheard(socket.socket):
-            def sendall(self, data, *flags):
-                said.append(bytes(data))
-                return super().sendall(data, *flags)
-
-        def call():
-            with Overheard() as sock:
-                sock.settimeout(LONG)
-                sock.connect(door)
-                introduce(sock, SECRET, "world", {"rank": 1})
-
-        with ThreadPoolExecutor(1) as pool:
-            calling = pool.submit(call)
-            with hall.next_caller(LONG).socket:
-                calling.result()
-            with socket.create_connection(door, LONG) as stranger:
-                stranger.sendall(b"".join(said[:2]))
-                with pytest.raises(TimeoutError):
-                    hall.next_caller(0.3)
-                assert stranger.recv(1000)[48:] == bytes(32)  # refused
-                assert stranger.recv(1) == b""
-
-
-def test_a_card_that_was_changed_on_the_way_is_refused(port):
-    with socket.create_server(("127.0.0.1", 0)) as listener, Reception(listener, SECRET, "world") as hall:
-
-        class Changed(socket.socket):
-            def sendall(self, data, *flags):
-                return super().sendall(data.replace(b'"rank": 1', b'"rank": 2'), *flags)
-
-        with ThreadPoolExecutor(1) as pool, Changed() as sock:
-            sock.settimeout(LONG)
-            sock.connect(listener.getsockname())
-            calling = pool.submit(introduce, sock, SECRET, "world", {"rank": 1})
-            with pytest.raises(TimeoutError, match="nobody who knows the secret"):
-                hall.next_caller(0.3)
-            with pytest.raises(Refused, match="refused this caller"):
-                calling.result()
-
-
 # ---------------------------------------------------------------- users of the host
-
-
-@contextlib.contextmanager
-def as_another_user(act):
-    """``act()`` in a process of the user "nobody"; yields a function that gives its result in one byte."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            os.setgroups([])
-            os.setgid(65534)
-            os.setuid(65534)
-            os.write(writing, b"y" if act() else b"n")
-        except BaseException as error:
-            os.write(2, repr(error).encode())
-            os.write(writing, b"!")
-        finally:
-            os._exit(0)
-    os.close(writing)
-    try:
-        yield lambda: os.read(reading, 1)
-    finally:
-        os.close(reading)
-        os.waitpid(child, 0)
 
 
 @needs_root
@@ -391,88 +314,6 @@ def test_strangers_at_the_second_listeners_hold_nobody_up(port):
     assert max(seconds for _, seconds in ranks) < 2.0
 
 
-def test_strangers_are_few_and_small():
-    """However many come: the oldest go, and what they send is not kept."""
-    with socket.create_server(("127.0.0.1", 0), backlog=600) as listener, Reception(listener, SECRET, "world") as hall:
-        port = listener.getsockname()[1]
-        before = open_files()
-        with contextlib.ExitStack() as stay:
-            callers = [stay.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(400)]
-            with pytest.raises(TimeoutError):
-                hall.next_caller(0.3)
-            assert open_files() == before + len(callers) + 256
-            assert callers[0].recv(1) == b""  # sent away
-            callers[-1].settimeout(0.05)
-            with pytest.raises(TimeoutError):
-                callers[-1].recv(1)
-            with ThreadPoolExecutor(1) as pool, socket.create_connection(("127.0.0.1", port), LONG) as rank:
-                calling = pool.submit(introduce, rank, SECRET, "world", {"rank": 7})
-                caller = hall.next_caller(LONG)
-                assert caller.card == {"rank": 7}
-                caller.socket.close()
-                calling.result()
-
-
-def test_each_caller_has_little_time_and_the_others_do_not_wait_for_it():
-    with (
-        socket.create_server(("127.0.0.1", 0)) as listener,
-        Reception(listener, SECRET, "world", patience=0.3) as hall,
-        socket.create_connection(listener.getsockname(), LONG) as dribbling,
-        ThreadPoolExecutor(1) as pool,
-    ):
-
-        def dribble():
-            with contextlib.suppress(OSError):
-                for byte in reception._greeting("world") + bytes(1000):
-                    dribbling.sendall(bytes([byte]))
-                    time.sleep(0.05)
-            return time.monotonic()
-
-        started = time.monotonic()
-        sent_away = pool.submit(dribble)
-        with pytest.raises(TimeoutError, match="nobody who knows the secret called within 1 s"):
-            hall.next_caller(1.0)
-        assert sent_away.result() - started < 5.0
-
-
-def test_a_reception_that_is_out_of_files_sends_somebody_away():
-    """A process without a file for a new caller takes it all the same, for somebody who is half-way."""
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with (
-        socket.create_server(("127.0.0.1", 0)) as listener,
-        Reception(listener, SECRET, "world") as hall,
-        contextlib.ExitStack() as stay,
-        ThreadPoolExecutor(1) as pool,
-    ):
-        callers = [stay.enter_context(socket.create_connection(listener.getsockname(), LONG)) for _ in range(5)]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (_first_free_file() + 2, limits[1]))
-        try:
-            calling = pool.submit(introduce, callers[-1], SECRET, "world", {"rank": 1})
-            with hall.next_caller(LONG).socket:
-                calling.result()
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-        assert callers[0].recv(1) == b""
-
-
-def _first_free_file():
-    with open(os.devnull) as file:
-        return file.fileno()
-
-
-def test_a_reception_ends_when_it_is_told():
-    reading, writing = os.pipe()
-    try:
-        with socket.create_server(("127.0.0.1", 0)) as listener, Reception(listener, SECRET, "world") as hall:
-            threading.Timer(0.1, os.write, (writing, b".")).start()
-            assert hall.next_caller(LONG, reading) is None
-            with pytest.raises(TimeoutError):  # and can be asked again
-                hall.next_caller(0.05)
-    finally:
-        os.close(reading)
-        os.close(writing)
-
-
 # ---------------------------------------------------------------- those who know the secret, and what they say
 
 
@@ -537,34 +378,3 @@ def test_a_rank_that_ended_before_the_others_came_can_be_started_again(port):
         assert list(pool.map(total, transports)) == [6.0] * 3
     for transport in transports:
         transport.close()
-
-
-def test_a_caller_that_gives_up_before_the_end_has_not_come():
-    with socket.create_server(("127.0.0.1", 0)) as listener, Reception(listener, SECRET, "world") as hall:
-
-        class Impatient(socket.socket):
-            def sendall(self, data, *flags):
-                if len(data) == 1:
-                    raise TimeoutError
-                return super().sendall(data, *flags)
-
-        with ThreadPoolExecutor(1) as pool, Impatient() as sock:
-            sock.settimeout(LONG)
-            sock.connect(listener.getsockname())
-            calling = pool.submit(introduce, sock, SECRET, "world", {"rank": 1})
-            with pytest.raises(TimeoutError, match="nobody who knows the secret"):
-                hall.next_caller(0.3)
-            with pytest.raises(TimeoutError, match="did not answer in time"):
-                calling.result()
-
-
-def test_every_kind_of_stranger_is_sent_away_or_runs_out_of_time():
-    """One by one, so that none hides behind another; the reception goes on all the time."""
-    with socket.create_server(("127.0.0.1", 0)) as listener, Reception(listener, SECRET, "w", patience=0.2) as hall:
-        for stranger in STRANGERS:
-            with ThreadPoolExecutor(1) as pool:
-                coming = pool.submit(stranger, listener.getsockname()[1], "w")
-                with pytest.raises(TimeoutError):
-                    hall.next_caller(0.4)
-                coming.result(LONG).close()
-        assert hall._half_way == {}
