@@ -7,7 +7,7 @@ import pickle
 import struct
 import warnings
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -147,15 +147,24 @@ def read_tensor(folder: str) -> int:
 
 
 def read_all(folder: str) -> None:
-    """Everything in a checkpoint: whole tensors and their boxes, and objects."""
+    """Everything in a checkpoint: whole tensors and their boxes, and objects. The first error, after all are tried."""
+    errors: list[Exception] = []
     source = TorchCheckpoint(folder)
     try:
         for name, (shape, _) in source.known().items():
-            if sum(shape) < 10_000:
-                source.view(name, (0,) * len(shape), shape).tobytes()
+            _try(errors, lambda name=name, shape=shape: source.view(name, (0,) * len(shape), shape).tobytes())
             for box in source.boxes(name)[:10]:
-                source.view(name, *box).tobytes()
+                _try(errors, lambda name=name, box=box: source.view(name, *box).tobytes())
         for name in source.objects():
-            source.object_value(name)
+            _try(errors, lambda name=name: source.object_value(name))
     finally:
         source.close()
+    if errors:
+        raise errors[0]
+
+
+def _try(errors: list[Exception], read: Callable[[], Any]) -> None:
+    try:
+        read()
+    except (ValueError, CorruptCheckpointError) as error:
+        errors.append(error)
