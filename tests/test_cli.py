@@ -132,6 +132,8 @@ def test_doctor_json_says_the_same_for_programs_and_probe_sums_over_two_processe
     assert report["versions"]["hyper_parallel"] == hyper_parallel.__version__
     assert report["versions"]["torch"] == importlib.metadata.version("torch")
     assert report["devices"]["usable_cores"] == len(os.sched_getaffinity(0))
+    assert len(report["replaced"]) > 10
+    assert {state for _, state, _ in report["replaced"]} == {"ours"}, "what this version of PyTorch no longer has"
     assert report["shared_memory"]["total_bytes"] == shutil.disk_usage("/dev/shm").total
     assert set(report["backends"]["torch"]) == {"gloo", "nccl", "hccl", "mpi"}
     assert report["collective"] == {"worked": True, "error": None, "backend": "gloo", "sum": 3, "world_size": 2}
@@ -188,6 +190,7 @@ def _facts(**changes):
         "framework_errors": {},
         "npu_error": None,
         "shared_memory": {"path": "/dev/shm", "total_bytes": 8 << 30, "free_bytes": 8 << 30},
+        "replaced": [],
     }
     for path, value in changes.items():
         *outer, last = path.split("__")
@@ -207,6 +210,7 @@ def test_a_healthy_machine_misses_nothing():
     [
         ({"shared_memory__total_bytes": 64 << 20}, "note", "64 MiB", "--shm-size"),
         ({"shared_memory": None}, "note", "no /dev/shm", "mount -t tmpfs"),
+        ({"replaced": [["torch.compile", "missing", "why"]]}, "warning", "torch.compile is missing: why", "'torch>="),
         ({"devices__device_files__npu": True}, "note", "torch_npu is not", "'torch-npu==2.13.*'"),
         ({"versions__torch_npu": "2.6.0", "npu_error": "no symbol"}, "note", "no symbol", "'torch-npu==2.13.*'"),
         ({"devices__device_files__cuda": True}, "note", "NVIDIA devices", "CUDA"),

@@ -32,7 +32,7 @@ class Problem:
 def find_problems(facts: dict[str, Any]) -> list[Problem]:
     """Compare the facts with what the library needs; the worst first."""
     problems = [*_platform_problems(facts), *_collective_problems(facts), *_accelerator_problems(facts)]
-    problems += _shared_memory_problems(facts)
+    problems += [*_shared_memory_problems(facts), *_replacement_problems(facts)]
     return sorted(problems, key=lambda problem: problem.severity != "error")
 
 
@@ -116,6 +116,15 @@ def _shared_memory_problems(facts: dict[str, Any]) -> list[Problem]:
     return []
 
 
+def _replacement_problems(facts: dict[str, Any]) -> list[Problem]:
+    """Functions of the framework that this library replaces, and that this version does not have."""
+    return [
+        Problem("warning", f"{name} is {state}: {why}", pip_install(*requirements_of(facts["platform"]["chosen"])))
+        for name, state, why in facts["replaced"]
+        if state != "ours"
+    ]
+
+
 def _release(version: str) -> tuple[int, ...]:
     """The numbers a version starts with: (2, 13, 0) for "2.13.0+cpu", () for "unknown"."""
     match = re.match(r"\d+(\.\d+)*", version)
@@ -157,6 +166,7 @@ def _rows(facts: dict[str, Any]) -> list[tuple[str, list[tuple[str, str]]]]:
         (name, ", ".join(f"{backend}: {'yes' if there else 'no'}" for backend, there in table.items()) or "unknown")
         for name, table in facts["backends"].items()
     ] or [("none", "no framework is installed")]
+    replaces = bool(facts["replaced"])
     collective = facts.get("collective")
     if collective and collective["worked"]:
         backends.append(("tried", f"{collective['world_size']} processes summed a number over {collective['backend']}"))
@@ -184,6 +194,7 @@ def _rows(facts: dict[str, Any]) -> list[tuple[str, list[tuple[str, str]]]]:
             ],
         ),
         ("Backends", backends),
+        *([("Replaced functions", [(state, f"{name}: {why}") for name, state, why in facts["replaced"]])] * replaces),
     ]
 
 

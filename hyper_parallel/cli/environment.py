@@ -214,6 +214,7 @@ def gather(probe: bool = False) -> dict[str, Any]:
         "framework_errors": {name: result.error for name, result in frameworks.items() if result.error},
         "npu_error": ((frameworks["torch"].facts or {}).get("npu_error") if "torch" in frameworks else None),
         "shared_memory": shared_memory_facts(),
+        "replaced": (actual.facts or {}).get("replaced", []),
     }
     if probe:
         result = probe_collective() if actual.facts else ProbeResult(None, "there is no platform to try")

@@ -70,7 +70,8 @@ def probe_mindspore() -> dict[str, Any]:
 def probe_platform() -> dict[str, Any]:
     """The platform that `get_platform()` gives in this environment."""
     platform = importlib.import_module("hyper_parallel.platform").get_platform()
-    return {"type": platform.platform_type.name}
+    importlib.import_module("hyper_parallel.core.dtensor.dtensor")  # With operators, all that is replaced is.
+    return {"type": platform.platform_type.name, "replaced": platform.replaced_functions()}
 
 
 def probe_collective() -> dict[str, Any]:

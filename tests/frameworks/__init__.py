@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -60,8 +61,11 @@ else:
 
 
 def platform_module(name: str) -> ModuleType:
-    """The file ``name`` of the platform under test."""
-    return importlib.import_module(f"hyper_parallel.platform.{'mindspore' if on_mindspore else 'torch'}.{name}")
+    """The file ``name`` of the platform under test, in whichever of its rooms."""
+    package = importlib.import_module(f"hyper_parallel.platform.{'mindspore' if on_mindspore else 'torch'}")
+    folder = Path(package.__path__[0])
+    (found,) = [*folder.glob(f"{name}.py"), *folder.glob(f"*/{name}.py")]
+    return importlib.import_module(".".join([package.__name__, *found.relative_to(folder).with_suffix("").parts]))
 
 
 class _Dist:

@@ -20,8 +20,8 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hyper_parallel.platform.torch import swap
-from hyper_parallel.platform.torch.activation import (
+from hyper_parallel.platform.torch.modules import swap
+from hyper_parallel.platform.torch.modules.activation import (
     CheckpointPolicy,
     SwapPolicy,
     async_save_on_cpu,

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from hyper_parallel.platform.torch.devices import init_on_device
-from hyper_parallel.platform.torch.modules import init_parameters
+from hyper_parallel.platform.torch.base.devices import init_on_device
+from hyper_parallel.platform.torch.modules.modules import init_parameters
 
 BUILDERS = {
     "linears": lambda: nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)),

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from hyper_parallel.platform.torch.state import get_model_state_dict, load_checkpoint, save_checkpoint
+from hyper_parallel.platform.torch.modules.state import get_model_state_dict, load_checkpoint, save_checkpoint
 from tests.world import run_on_ranks
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
 
 import hyper_parallel as hp
-from hyper_parallel.platform.torch.activation import CheckpointPolicy
+from hyper_parallel.platform.torch.modules.activation import CheckpointPolicy
 from tests.world import run_on_ranks
 
 only_on = "torch"  # policies name PyTorch's operators; MindSpore's: tests/platform/test_activation.py

@@ -13,6 +13,11 @@ class DTensorType(ABC):
     asks_subclasses = False
 
     @staticmethod
+    def replaced_functions() -> list[tuple[str, str, str]]:
+        """(name, state, reason) of the framework's functions that are replaced; state: "ours", "theirs", "missing"."""
+        return []
+
+    @staticmethod
     @abstractmethod
     def as_dtensor(kind: Any, plain: Any, layout: Any, shape: Any) -> Any:
         """Make ``plain`` itself a DTensor; the caller must own it."""

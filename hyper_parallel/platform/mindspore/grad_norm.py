@@ -1,6 +1,6 @@
 """The norm of all gradients as one vector, and clipping by it.
 
-As on PyTorch (``platform/torch/grad_norm.py``): one number for each tensor from the values this rank holds, completed
+As on PyTorch (``torch/dtensor/grad_norm.py``): one number for each tensor from the values this rank holds, completed
 over the ranks for tensors that are distributed (``whole_norms``), then all numbers together. Numbers are made in
 float32 at least.
 """

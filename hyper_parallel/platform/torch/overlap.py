@@ -7,6 +7,7 @@ from torch.autograd.function import once_differentiable
 
 from hyper_parallel.platform.overlap import GradReduction, HandleBox, OverlapFunctions
 from hyper_parallel.platform.torch import collectives, groups
+from hyper_parallel.platform.torch.private_api import is_in_backward
 
 __all__ = [
     "GradReduction",
@@ -20,7 +21,7 @@ __all__ = [
 def _runs_in_backward() -> bool:
     # Private: the public API does not tell whether autograd's backward is running. torch.utils.checkpoint asks in the
     # same way.
-    return torch._C._current_graph_task_id() != -1
+    return is_in_backward()
 
 
 _overlap = OverlapFunctions(

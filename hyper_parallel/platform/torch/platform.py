@@ -9,44 +9,43 @@ import torch
 
 from hyper_parallel.platform.contract.tables import takes_from
 from hyper_parallel.platform.platform import Platform, PlatformType
-from hyper_parallel.platform.torch import (
-    activation,
-    blocks,
-    collectives,
-    compiling,
-    deferred,
-    devices,
-    differentiable,
-    dtensor_base,
+from hyper_parallel.platform.torch import collectives, differentiable, groups, overlap, symmetric_memory
+from hyper_parallel.platform.torch.base import devices, dtensor_base, tensors
+from hyper_parallel.platform.torch.dtensor import (
+    block_transfer,
     dtensor_gradients,
     dtensor_support,
-    function_calls,
     grad_norm,
     gradients,
-    groups,
-    host_copies,
     local_calls,
     local_ops_reductions,
-    masked_functions,
+    view_facts,
+)
+from hyper_parallel.platform.torch.modules import (
+    activation,
+    deferred,
+    host_copies,
     micro_batch,
     modules,
     optimizer_state,
-    optimizer_steps,
-    overlap,
     parameter_uses,
-    python_bodies,
-    random_state,
     raw_bits,
     state,
-    symmetric_memory,
-    tensors,
-    view_facts,
+)
+from hyper_parallel.platform.torch.takes_over import (
+    compiling,
+    function_calls,
+    install,
+    masked_functions,
+    optimizer_steps,
+    python_bodies,
+    random_state,
 )
 
 
 @takes_from(
     activation,
-    blocks,
+    block_transfer,
     collectives,
     compiling,
     deferred,
@@ -59,6 +58,7 @@ from hyper_parallel.platform.torch import (
     gradients,
     groups,
     host_copies,
+    install,
     local_calls,
     local_ops_reductions,
     masked_functions,
@@ -100,6 +100,7 @@ class TorchPlatform(Platform):
     drawing_alike = staticmethod(dtensor_support.seeded)
 
     def __init__(self) -> None:
+        install.install()
         self._grad_reduction: overlap.GradReduction | None = None
 
     def set_grad_reduce_handle(self, handle: Any, post_process: Callable[[], None] | None = None) -> None:

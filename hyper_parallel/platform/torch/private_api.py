@@ -1,12 +1,47 @@
-"""Names that PyTorch keeps to itself and that there is no public way around: what an upgrade must look at first."""
+"""Names that PyTorch keeps to itself and that there is no public way around: what an upgrade must look at first.
+
+What replaces a function of PyTorch is in ``takes_over/``; all other private names are here, checked with the version of
+``constraints.txt``.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch._ops import OpOverload as OpOverload
+from torch._ops import OpOverloadPacket as OpOverloadPacket
+from torch.distributed import distributed_c10d as c10d
 from torch.utils._python_dispatch import _disable_current_modes
 
-# One form of an operator, as dispatch modes and checkpoint policies get it: its name, namespace and schema.
-__all__ = ["OpOverload", "outside_of_modes"]
+# ``OpOverload``: one form of an operator (``torch.ops.aten.add.Tensor``), as dispatch modes and checkpoint policies get
+# it; ``OpOverloadPacket``: all its forms (``torch.ops.aten.add``).
+
+# Around calls of C functions on a subclass of tensors that shall not be intercepted. torch's documentation of
+# subclasses uses this name.
+NoInterception = torch._C.DisableTorchFunctionSubclass
+
+# Whether functions called with a subclass of tensors are intercepted now.
+is_intercepting = torch._C._is_torch_function_enabled
 
 # Around a call that no dispatch mode shall see, such as those that count operators or keep their results.
 outside_of_modes = _disable_current_modes
+
+# One kernel for the tensors of a list; torch.nn.utils uses them for norms and clipping.
+foreach_mul_ = torch._foreach_mul_
+foreach_norm = torch._foreach_norm
+
+
+def is_in_backward() -> bool:
+    """Whether this thread runs a backward."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def num_storage_uses(storage: torch.UntypedStorage) -> int:
+    """How many tensors and Python objects share the memory."""
+    return torch._C._storage_Use_Count(storage._cdata)
+
+
+def default_store() -> Any:
+    """The store through which the ranks of the world have met."""
+    return c10d._get_default_store()

@@ -28,7 +28,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hyper_parallel.platform.torch import devices
+from hyper_parallel.platform.torch.base import devices
 
 __all__ = ["SwapPolicy", "async_save_on_cpu", "has_plain_bytes", "saving_on_host"]
 

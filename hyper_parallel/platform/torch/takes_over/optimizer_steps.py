@@ -29,7 +29,8 @@ from torch import optim
 from torch.optim import optimizer as _optimizer_module
 from torch.utils import _foreach_utils
 
-from hyper_parallel.platform.torch.dtensor_base import DTensorBase, _NoInterception, as_dtensor
+from hyper_parallel.platform.torch.base.dtensor_base import DTensorBase, as_dtensor
+from hyper_parallel.platform.torch.private_api import NoInterception
 
 # Of these every step is element by element, and these are all their states that are one number per parameter.
 _ELEMENT_WISE = (
@@ -93,7 +94,7 @@ class _StandIn:
         self._original = optimizer
         self._kind = kind
         get_state = optimizer.state.get
-        with _NoInterception():
+        with NoInterception():
             # per group: (a parameter, its gradient, its state)
             self._given = [
                 [(p, _grad_of(p) if type(p) is kind else None, get_state(p)) for p in group["params"]]
@@ -137,7 +138,7 @@ class _StandIn:
         blocks: list[tuple[Any, Any, Any]] = []  # (a parameter, its gradient, its block)
         shed: list[Any] = []
         try:
-            with _NoInterception():
+            with NoInterception():
                 for group, given in zip(original.param_groups, self._given, strict=True):
                     before = len(blocks)
                     self._shed(given, states, blocks, shed)

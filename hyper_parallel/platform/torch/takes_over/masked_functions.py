@@ -15,7 +15,7 @@ import torch
 from torch.nn.modules import transformer
 from torch.utils._pytree import tree_leaves
 
-from hyper_parallel.platform.torch.dtensor_base import DTensorBase
+from hyper_parallel.platform.torch.base.dtensor_base import DTensorBase
 
 _NAMES = (
     *("sum", "prod", "cumsum", "cumprod", "amax", "amin", "argmax", "argmin", "mean", "median", "logsumexp"),

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.platform.torch.multi_head_attention import with_heads_apart
+from hyper_parallel.platform.torch.takes_over.multi_head_attention import with_heads_apart
 
 
 def _no(*args: Any) -> bool:

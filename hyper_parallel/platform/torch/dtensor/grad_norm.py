@@ -15,7 +15,8 @@ import torch
 
 from hyper_parallel.platform.tensor_arguments import listed_tensors
 from hyper_parallel.platform.torch import collectives
-from hyper_parallel.platform.torch.dtensor_base import DTensorBase, detached
+from hyper_parallel.platform.torch.base.dtensor_base import DTensorBase, detached
+from hyper_parallel.platform.torch.private_api import foreach_mul_, foreach_norm
 
 __all__ = [
     "block_norms",
@@ -62,7 +63,7 @@ def clip_grad_norm_(
     for (device, _), group in _group_by_device_and_dtype(blocks).items():
         scale_here = scale.to(device)
         if _use_foreach(group, device, foreach):
-            torch._foreach_mul_(group, scale_here)
+            foreach_mul_(group, scale_here)
         else:
             for grad in group:
                 grad.mul_(scale_here)
@@ -109,7 +110,7 @@ def _local_norms(tensors: list[torch.Tensor], norm_type: float, foreach: bool | 
         tensors = [tensor for tensor in tensors if tensor.numel() > 0]
     for (device, _), group in _group_by_device_and_dtype(tensors).items():
         if _use_foreach(group, device, foreach):
-            norms.extend(torch._foreach_norm(group, norm_type))
+            norms.extend(foreach_norm(group, norm_type))
         else:
             norms.extend(torch.linalg.vector_norm(tensor, norm_type) for tensor in group)
     return norms
@@ -134,7 +135,7 @@ def block_norms(blocks: list[torch.Tensor], norm_type: float, dtype: torch.dtype
         if device.type in _DEVICES_WITHOUT_FOREACH:
             made = [torch.linalg.vector_norm(block, norm_type, dtype=wanted) for block in group]
         else:
-            made = torch._foreach_norm(group, norm_type, dtype=wanted)
+            made = foreach_norm(group, norm_type, dtype=wanted)
         norms.update(zip(positions, made, strict=True))
     return [norms[position] for position in range(len(blocks))]
 

@@ -17,7 +17,7 @@ from torch._functorch import eager_transforms, vmap
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from hyper_parallel.platform.torch.dtensor_base import DTensorBase
+from hyper_parallel.platform.torch.base.dtensor_base import DTensorBase
 
 _plain_grad_and_value = eager_transforms.grad_and_value_impl
 _plain_vjp = eager_transforms._vjp_with_argnums

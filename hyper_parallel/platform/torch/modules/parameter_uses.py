@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.platform.torch.dtensor_base import DTensorBase
+from hyper_parallel.platform.torch.base.dtensor_base import DTensorBase
 
 _OWN_EDGES = "hyper_parallel."
 

@@ -16,9 +16,10 @@ import torch
 from torch.utils.hooks import BackwardHook
 
 from hyper_parallel.platform.lawful_gradients import LawfulGradients
+from hyper_parallel.platform.torch.base.dtensor_base import DTensorBase, local_alias
 from hyper_parallel.platform.torch.differentiable import vary
-from hyper_parallel.platform.torch.dtensor_base import DTensorBase, _NoInterception, local_alias
-from hyper_parallel.platform.torch.dtensor_gradients import labelled
+from hyper_parallel.platform.torch.dtensor.dtensor_gradients import labelled
+from hyper_parallel.platform.torch.private_api import NoInterception
 
 _plain_apply_on_tensors = BackwardHook._apply_on_tensors
 
@@ -50,7 +51,7 @@ def register_hook(tensor: Any, hook: Callable[[Any], Any]) -> Any:
         changed = lawful(gradient)
         return None if changed is None else label.block(changed)
 
-    with _NoInterception():
+    with NoInterception():
         return torch.Tensor.register_hook(tensor, on_block)
 
 

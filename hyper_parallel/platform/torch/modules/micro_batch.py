@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 from hyper_parallel.platform import micro_batch as shared
-from hyper_parallel.platform.torch.tensors import is_tensor
+from hyper_parallel.platform.torch.base.tensors import is_tensor
 
 __all__ = ["micro_batch"]
 

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from hyper_parallel.platform.torch import devices
-from hyper_parallel.platform.torch.dtensor_base import detached
-from hyper_parallel.platform.torch.raw_bits import raw_array
+from hyper_parallel.platform.torch.base import devices
+from hyper_parallel.platform.torch.base.dtensor_base import detached
+from hyper_parallel.platform.torch.modules.raw_bits import raw_array
 
 __all__ = ["copy_raw_to_host", "is_in_host_memory"]
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.platform.torch.dtensor_base import DTensorBase, _NoInterception, as_dtensor, local_alias
-from hyper_parallel.platform.torch.private_api import outside_of_modes
-from hyper_parallel.platform.torch.tensors import get_op_name, tree_map
+from hyper_parallel.platform.torch.base.dtensor_base import DTensorBase, as_dtensor, local_alias
+from hyper_parallel.platform.torch.base.tensors import get_op_name, tree_map
+from hyper_parallel.platform.torch.private_api import NoInterception, outside_of_modes
 
 
 def result_wrapper(
@@ -24,7 +24,7 @@ def result_wrapper(
     layout, shape = (layouts[0], shapes[0]) if layouts else (None, None)
 
     def run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with _NoInterception():
+        with NoInterception():
             result = func(*args, **kwargs)
         if type(result) is torch.Tensor:
             if brings_blocks:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hyper_parallel.platform.torch.state import _without_wrappers, _wrappers
+from hyper_parallel.platform.torch.modules.state import _without_wrappers, _wrappers
 
 __all__ = [
     "blank_optimizer_slots",

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.platform.torch.dtensor_base import DTensorBase
+from hyper_parallel.platform.torch.base.dtensor_base import DTensorBase
+from hyper_parallel.platform.torch.private_api import is_intercepting
 
 # Whether operators are intercepted now; the switch has no public name.
-_is_intercepting = torch._C._is_torch_function_enabled
 
 _plain_apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
 
@@ -29,7 +29,7 @@ def set_function_handler(handler: Handler) -> None:
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         for value in args:
-            if isinstance(value, DTensorBase) and _is_intercepting():
+            if isinstance(value, DTensorBase) and is_intercepting():
                 return handler(cls, args, kwargs)
         return _plain_apply(cls, *args, **kwargs)
 

@@ -11,32 +11,15 @@ import numpy as np
 import torch
 
 from hyper_parallel.platform.collective_observers import observe
-from hyper_parallel.platform.torch import dtensor_gradients, gradient_hooks
-from hyper_parallel.platform.torch.activation import never_keep_collectives
-from hyper_parallel.platform.torch.checkpoint_inputs import keep_labels_of_inputs
-from hyper_parallel.platform.torch.devices import get_device_type
-from hyper_parallel.platform.torch.dtensor_base import (
+from hyper_parallel.platform.torch.base.devices import get_device_type
+from hyper_parallel.platform.torch.base.dtensor_base import (
     DTensorBase,
-    _NoInterception,
     as_dtensor,
-    graph_functions,
     local_alias,
 )
-from hyper_parallel.platform.torch.function_transforms import set_transforms
+from hyper_parallel.platform.torch.base.tensors import get_op_name, tensor_to_numpy, tree_map
 from hyper_parallel.platform.torch.groups import get_process_group_ranks
-from hyper_parallel.platform.torch.tensors import get_op_name, tensor_to_numpy, tree_map
-
-keep_labels_of_inputs()
-never_keep_collectives()
-set_transforms()
-gradient_hooks.set_module_hooks()
-graph_functions.update(
-    {
-        torch.autograd.backward: dtensor_gradients.backward,
-        torch.autograd.grad: dtensor_gradients.grad,
-        torch.Tensor.register_hook: gradient_hooks.register_hook,
-    }
-)
+from hyper_parallel.platform.torch.private_api import NoInterception, OpOverload, OpOverloadPacket, num_storage_uses
 
 
 def needs_grad(tensor: torch.Tensor) -> bool:
@@ -66,10 +49,10 @@ def write_mark(tensor: torch.Tensor) -> tuple[Any, Any]:
 
 def owns_memory(tensor: torch.Tensor) -> bool:
     """Whether no other tensor shares the memory of ``tensor``."""
-    with _NoInterception():
+    with NoInterception():
         storage = torch.Tensor.untyped_storage(tensor)
     # One use by the tensor, one by the Python object that was just made. There is no public way to ask.
-    return torch._C._storage_Use_Count(storage._cdata) <= 2
+    return num_storage_uses(storage) <= 2
 
 
 @contextmanager
@@ -125,19 +108,19 @@ def as_parameter(tensor: Any, requires_grad: bool | None = None) -> torch.nn.Par
 
 def fill_block(tensor: torch.Tensor, values: torch.Tensor) -> None:
     """Copy ``values`` into the DTensor's own block; like any in-place write it is recorded unless under no_grad."""
-    with _NoInterception():
+    with NoInterception():
         torch.Tensor.copy_(tensor, values)
 
 
 def replace_block(tensor: torch.Tensor, block: torch.Tensor) -> None:
     """Let the DTensor have ``block``, of the same shape, for its memory; its place in the graph stays."""
-    with _NoInterception():
+    with NoInterception():
         torch.Tensor.data.__set__(tensor, block)  # type: ignore[attr-defined]
 
 
 def convert(tensor: Any, *args: Any, **kwargs: Any) -> Any:
     """``Tensor.to`` on the block; the layout stays, but a reduction that the conversion would change is done before."""
-    with _NoInterception():
+    with NoInterception():
         converted = torch.Tensor.to(tensor, *args, **kwargs)
     if converted is tensor:
         return tensor
@@ -222,7 +205,7 @@ def is_dense_tensor(value: Any) -> bool:
 
 def is_intercepted(func: Callable[..., Any]) -> bool:
     """Whether calling ``func`` with DTensors leads to the dispatcher by itself, as for operators of a library."""
-    return isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))  # these types have no public name
+    return isinstance(func, (OpOverload, OpOverloadPacket))  # these types have no public name
 
 
 # Bookkeeping that means the same for a block as for a plain tensor.

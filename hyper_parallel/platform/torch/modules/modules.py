@@ -22,7 +22,7 @@ from hyper_parallel.platform.parameters import (
     ParameterFunctions,
     check_init_arguments,
 )
-from hyper_parallel.platform.torch.devices import current_device
+from hyper_parallel.platform.torch.base.devices import current_device
 
 __all__ = [
     "FoundParameter",

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils import checkpoint
 
-from hyper_parallel.platform.torch.dtensor_base import DTensorBase, as_dtensor
+from hyper_parallel.platform.torch.base.dtensor_base import DTensorBase, as_dtensor
 
 _Frame = checkpoint._CheckpointFrame
 _save_inputs = _Frame.save_inputs

@@ -16,8 +16,14 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from hyper_parallel.platform.torch.dtensor_base import DTensorBase, _NoInterception, as_dtensor, detached, local_alias
-from hyper_parallel.platform.torch.local_calls import silenced
+from hyper_parallel.platform.torch.base.dtensor_base import (
+    DTensorBase,
+    as_dtensor,
+    detached,
+    local_alias,
+)
+from hyper_parallel.platform.torch.dtensor.local_calls import silenced
+from hyper_parallel.platform.torch.private_api import NoInterception
 
 # Reductions whose gradient is the same for every summand, so that a pending one can be the start of a backward pass.
 _SUMS = frozenset({None, "sum"})
@@ -91,7 +97,7 @@ def _edge(tensor: Any, number: int) -> GradientEdge:
         raise RuntimeError(
             f"input {number}, a distributed tensor of shape {tuple(tensor._global_shape)}, does not require grad"
         )
-    with _NoInterception():
+    with NoInterception():
         return get_gradient_edge(tensor)
 
 

@@ -3,7 +3,7 @@
 Note [A DTensor is its local tensor]
 The C++ tensor behind a DTensor is the local block, autograd included, so backward is plain local autograd and making a
 DTensor of a result costs a class assignment and two attributes: the layout, and the global shape, which is what
-``.shape`` shows. Operators are intercepted at ``__torch_function__``. With interception off (``_NoInterception``) C
+``.shape`` shows. Operators are intercepted at ``__torch_function__``. With interception off (``NoInterception``) C
 functions run on the blocks directly; Python code must be given plain aliases (:func:`local_alias`), for it would read
 ``.shape``.
 
@@ -21,10 +21,7 @@ from typing import Any
 import torch
 
 from hyper_parallel.platform.lawful_gradients import LawfulGradients
-
-# The one switch for calling C functions on a subclass without interception. It has no public name; torch's
-# documentation of subclasses uses this one.
-_NoInterception = torch._C.DisableTorchFunctionSubclass
+from hyper_parallel.platform.torch.private_api import NoInterception
 
 # Functions about the autograd graph and not about values: they are not dispatched. Filled by ``dtensor_gradients``.
 graph_functions: dict[Callable[..., Any], Callable[..., Any]] = {}
@@ -45,11 +42,11 @@ def _attribute(name: str, settable: bool = False) -> property:
     plain = getattr(torch.Tensor, name)
 
     def get(self: torch.Tensor) -> Any:
-        with _NoInterception():
+        with NoInterception():
             return plain.__get__(self)
 
     def put(self: torch.Tensor, value: Any) -> None:
-        with _NoInterception():
+        with NoInterception():
             plain.__set__(self, value)
 
     return property(get, put if settable else None)
@@ -106,7 +103,7 @@ class DTensorBase(LawfulGradients, torch.Tensor):
     @property
     def grad(self) -> Any:  # type: ignore[override]
         """The gradient, laid out by the law; None before backward."""
-        with _NoInterception():
+        with NoInterception():
             gradient = torch.Tensor.grad.__get__(self)  # type: ignore[attr-defined]
         if gradient is not None and type(gradient) is torch.Tensor:
             as_dtensor(type(self), gradient, self._layout.gradient(), self._global_shape)
@@ -116,7 +113,7 @@ class DTensorBase(LawfulGradients, torch.Tensor):
     def grad(self, value: Any) -> None:
         if value is not None:
             value = self.lawful_gradient(value)
-        with _NoInterception():
+        with NoInterception():
             torch.Tensor.grad.__set__(self, value)  # type: ignore[attr-defined]
 
     @grad.deleter
@@ -126,7 +123,7 @@ class DTensorBase(LawfulGradients, torch.Tensor):
     @property
     def data(self) -> Any:  # type: ignore[override]
         """The same memory without gradient history."""
-        with _NoInterception():
+        with NoInterception():
             plain = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
         same = as_dtensor(type(self), plain, self._layout, self._global_shape)
         same._counts_alone = True  # writes into this tensor are not counted there
@@ -139,7 +136,7 @@ class DTensorBase(LawfulGradients, torch.Tensor):
                 f"the data of a distributed tensor of shape {tuple(self._global_shape)} can only be set to a "
                 f"distributed tensor, got {type(value).__name__}; use distribute_tensor or from_local"
             )
-        with _NoInterception():
+        with NoInterception():
             if self.requires_grad and torch.Tensor.size(self) != torch.Tensor.size(value):
                 # A graph that is still there keeps the node that expects gradients of the old block; another dtype in
                 # between makes PyTorch begin a new one.
@@ -172,7 +169,7 @@ class DTensorBase(LawfulGradients, torch.Tensor):
             raise RuntimeError(
                 "only distributed tensors created by the user (graph leaves) can be deep-copied; detach() it first"
             )
-        with _NoInterception():
+        with NoInterception():
             plain = torch.Tensor.detach(self).clone()
         copied = as_dtensor(type(self), plain, self._layout, self._global_shape)
         copied.requires_grad = self.requires_grad
@@ -184,7 +181,7 @@ class DTensorBase(LawfulGradients, torch.Tensor):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        with _NoInterception():
+        with NoInterception():
             plain = torch.Tensor.detach(self)
         is_param = isinstance(self, torch.nn.Parameter)
         layout = self._layout.to_dict()
@@ -219,7 +216,7 @@ def as_dtensor(kind: type, plain: torch.Tensor, layout: Any, shape: Any) -> Any:
 
 def local_alias(tensor: torch.Tensor) -> torch.Tensor:
     """The block as a plain tensor: the same memory and the same gradient history."""
-    with _NoInterception():
+    with NoInterception():
         if torch.is_grad_enabled() and torch.Tensor.requires_grad.__get__(tensor):  # type: ignore[attr-defined]
             return torch.Tensor.__getitem__(tensor, ...)
         return torch.Tensor.detach(tensor)
@@ -232,11 +229,11 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
 
 def detached(tensor: torch.Tensor) -> torch.Tensor:
     """The block as a plain tensor without gradient history."""
-    with _NoInterception():
+    with NoInterception():
         return torch.Tensor.detach(tensor)
 
 
 def without_interception(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a C function, or an autograd function's ``apply``, directly on the blocks of DTensors."""
-    with _NoInterception():
+    with NoInterception():
         return func(*args, **kwargs)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch.autograd.graph import increment_version
 
-from hyper_parallel.platform.torch.dtensor_base import detached
+from hyper_parallel.platform.torch.base.dtensor_base import detached
 
 __all__ = ["raw_array", "set_raw"]
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
-from hyper_parallel.platform.torch.devices import init_on_device
+from hyper_parallel.platform.torch.base.devices import init_on_device
 
 _CONSTANT = "hyper_parallel_constant"
 

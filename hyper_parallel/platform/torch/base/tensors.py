@@ -11,7 +11,8 @@ import torch
 
 from hyper_parallel.platform.op_names import canonical_name
 from hyper_parallel.platform.tensor_arguments import chunk_bounds, find_dtype, require_tensor, upward_slices
-from hyper_parallel.platform.torch.devices import get_device_type
+from hyper_parallel.platform.torch.base.devices import get_device_type
+from hyper_parallel.platform.torch.private_api import OpOverload
 from hyper_parallel.platform.trees import map_leaves
 
 __all__ = [
@@ -266,7 +267,7 @@ def get_op_name(func: Callable | str) -> str:
         return get_op_name(func.func)
     if not callable(func):
         raise TypeError(f"get_op_name takes an operator, got {func!r} of type {type(func).__name__}")
-    if isinstance(func, torch._ops.OpOverload):  # no public name for the type of torch.ops.aten.add.Tensor
+    if isinstance(func, OpOverload):  # no public name for the type of torch.ops.aten.add.Tensor
         return canonical_name(func.overloadpacket.__name__)
     name = getattr(func, "__name__", None) or type(func).__name__
     owner = getattr(func, "__self__", None)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.platform.torch.dtensor_base import _NoInterception
+from hyper_parallel.platform.torch.private_api import NoInterception
 
 # Operators whose result shares the memory of their first argument on one device.
 VIEW_OPS = frozenset(
@@ -29,7 +29,7 @@ def view_ops() -> frozenset[str]:
 
 def version_of(tensor: torch.Tensor) -> int | None:
     """How often the memory of ``tensor`` was written to; None where that is not counted (inference mode, ``.data``)."""
-    with _NoInterception():
+    with NoInterception():
         base = torch.Tensor._base.__get__(tensor)  # type: ignore[attr-defined]
         if "_counts_alone" in tensor.__dict__ or (base is not None and "_counts_alone" in base.__dict__):
             return None
@@ -38,13 +38,13 @@ def version_of(tensor: torch.Tensor) -> int | None:
 
 def shares_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether two blocks lie in one memory."""
-    with _NoInterception():
+    with NoInterception():
         return torch.Tensor.untyped_storage(first)._cdata == torch.Tensor.untyped_storage(second)._cdata
 
 
 def block_strides(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The sizes and strides of a block."""
-    with _NoInterception():
+    with NoInterception():
         plain = torch.Tensor.detach(tensor)
     return tuple(plain.shape), plain.stride()
 

@@ -1,0 +1,1 @@
+"""Tensors, devices, and the tensor type that DTensor derives from."""

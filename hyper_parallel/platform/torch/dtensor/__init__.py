@@ -1,0 +1,1 @@
+"""What distributed tensors need of PyTorch: gradients, operators on local tensors, blocks that travel."""

@@ -1,0 +1,1 @@
+"""Modules, their parameters and state, and activation memory."""
