@@ -9,7 +9,7 @@ import re
 import secrets
 import time
 
-_DATA = re.compile(r"([0-9a-f]{20})-r[0-9]{5,}-[0-9]{3,}\.safetensors")
+_DATA = re.compile(r"([0-9a-f]{20})-r[0-9]{5,10}-[0-9]{3,10}\.safetensors")
 _LOCK = re.compile(r"\.([0-9a-f]{20})\.saving")
 _ASIDE = re.compile(r"\.([0-9a-f]{20})\.metadata")
 _ASIDE_FOLDER = re.compile(r"\..+\.([0-9a-f]{20})\.saving", re.DOTALL)

@@ -28,6 +28,7 @@ from hyper_parallel.core.distributed_checkpoint.shown_text import shown, shown_v
 MAX_DIMS = 64
 _MAX_COUNT = 1 << 63
 _MAX_CRC = 1 << 32
+_MAX_HEADER = 1 << 30
 _LOOKED_AT = 200  # boxes among which two that overlap are looked for, to name them
 
 _BODY = ("world_size", "platform", "files", "layouts", "tensors", "objects")
@@ -100,7 +101,7 @@ def _checked_file(number: int, file: Any) -> int:
     _require(type(file) is list and len(file) == 4, where, file, "is not [name, header bytes, data bytes, crc32c]")
     name, header_bytes, data_bytes, crc = file
     _require(_is_text(name) and is_data_file(name), where, name, "is not the name of a data file in the checkpoint")
-    _require(_is_count(header_bytes, 8), where, header_bytes, "is not a size of a header")
+    _require(_is_count(header_bytes, 8, _MAX_HEADER), where, header_bytes, "is not a size of a header")
     _require(_is_count(data_bytes), where, data_bytes, "is not a size")
     _require(_is_count(crc, 0, _MAX_CRC), where, crc, "is not a crc32c")
     return data_bytes

@@ -44,7 +44,9 @@ _PARTS = re.compile(
     rb'\{"format":"([^"]{0,100})","version":([0-9]{1,9}),"crc32c":"([0-9a-f]{8})","body":(.*)\}\n', re.DOTALL
 )
 # A file in the body; never inside of a string there, where a quote has a backslash before it.
-_FILE = re.compile(rb'\["([0-9a-f]{20}-r[0-9]{5,}-[0-9]{3,}\.safetensors)",([0-9]{1,19}),([0-9]{1,19}),[0-9]{1,10}\]')
+_FILE = re.compile(
+    rb'\["([0-9a-f]{20}-r[0-9]{5,10}-[0-9]{3,10}\.safetensors)",([0-9]{1,19}),([0-9]{1,19}),[0-9]{1,10}\]'
+)
 
 
 @dataclass

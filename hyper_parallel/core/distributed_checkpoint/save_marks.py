@@ -30,8 +30,8 @@ from hyper_parallel.core.distributed_checkpoint.regular_files import read_regula
 from hyper_parallel.core.distributed_checkpoint.storage import MAX_METADATA_BYTES, METADATA_FILE
 
 _MAX_BYTES = 1 << 20  # of a mark
-_NAME = re.compile(rb"[0-9a-f]{20}-r[0-9]{5,}-[0-9]{3,}\.safetensors")
-_FILE = re.compile(rb'\["([0-9a-f]{20})-r[0-9]{5,}-[0-9]{3,}\.safetensors",')  # in JSON never inside of a string
+_NAME = re.compile(rb"[0-9a-f]{20}-r[0-9]{5,10}-[0-9]{3,10}\.safetensors")
+_FILE = re.compile(rb'\["([0-9a-f]{20})-r[0-9]{5,10}-[0-9]{3,10}\.safetensors",')  # in JSON never inside of a string
 
 
 class SaveMark:
