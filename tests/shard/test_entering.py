@@ -11,7 +11,7 @@ import torch
 
 import hyper_parallel as hp
 from hyper_parallel.core.dtensor.autograd_edges import move
-from hyper_parallel.core.shard.dispatching.input_edges import enter
+from hyper_parallel.core.shard.dispatching.input_edges import bring_input
 from tests.shard.validator import _block, layouts_of, spread, tensor
 
 only_on = "torch"  # the same code of core on both; each way is run with PyTorch's tensors, which are ten times as fast
@@ -37,7 +37,7 @@ def check_every_way(mesh_shape: tuple[int, ...], shape: tuple[int, ...], dims: t
             continue  # another case
         for axes in _sets_of_whole_axes(target):
             leaf = start.detach().requires_grad_()
-            entered = enter(leaf, target, axes)
+            entered = bring_input(leaf, target, axes)
             if entered is leaf:
                 continue
             part = _block(gradient, target.gradient())

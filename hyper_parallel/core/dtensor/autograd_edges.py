@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hyper_parallel.core.dtensor.comm_recorder import because
+from hyper_parallel.core.dtensor.comm_recorder import attributed
 from hyper_parallel.core.dtensor.layout import Layout, Shape
 from hyper_parallel.core.dtensor.mesh_transfer import launch_transfer, outside_shape, transfer_local
 from hyper_parallel.core.dtensor.shard_sizes import finish_checks
@@ -75,11 +75,11 @@ class Redistribute(_platform.Function):  # type: ignore[name-defined]
         if factor != 1:
             gradient = gradient * _platform.number_like(factor, gradient)
         edge = (target.gradient(), source.gradient(), shape)
-        gradient = because("backward of redistribute", redistribute_with_grad, gradient, *edge)
+        gradient = attributed("backward of redistribute", redistribute_with_grad, gradient, *edge)
         return leaving_edge(gradient, source, target), None, None, None, None
 
 
-class Spread(_platform.Function):  # type: ignore[name-defined]
+class AsPartialExtreme(_platform.Function):  # type: ignore[name-defined]
     """forward: whole to a pending max, min or prod on an axis; backward: the summands' gradients, summed."""
 
     @staticmethod
@@ -118,7 +118,7 @@ def _entering_edge(gradient: Any, source: Layout, target: Layout) -> Any:
     if not target.has_partial or not _platform.needs_grad(gradient) or source.mesh != target.mesh:
         return gradient
     pending = _sums(source)
-    return _platform.counted_once(gradient, target.mesh, [axis for axis in _sums(target) if axis not in pending])
+    return _platform.count_on_one_rank(gradient, target.mesh, [axis for axis in _sums(target) if axis not in pending])
 
 
 def leaving_edge(gradient: Any, source: Layout, target: Layout) -> Any:
@@ -201,7 +201,7 @@ def _spread_non_linear(tensor: Any, source: Layout, target: Layout, axes: list[i
         kept[axis] = target.partials[axis]
         pending = target.with_partials(kept)
         if target.mesh.get_coordinate() is not None:
-            tensor = _platform.without_interception(Spread.apply, tensor, reached, pending, axis, shape)
+            tensor = _platform.without_interception(AsPartialExtreme.apply, tensor, reached, pending, axis, shape)
         reached = pending
     return tensor
 
@@ -216,7 +216,7 @@ class ToLocal(_platform.Function):  # type: ignore[name-defined]
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
-        return because("backward of to_local", redistribute_with_grad, gradient, *ctx.edge), None, None, None
+        return attributed("backward of to_local", redistribute_with_grad, gradient, *ctx.edge), None, None, None
 
 
 class FromLocal(_platform.Function):  # type: ignore[name-defined]
@@ -229,10 +229,10 @@ class FromLocal(_platform.Function):  # type: ignore[name-defined]
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
-        return because("backward of from_local", redistribute_with_grad, gradient, *ctx.edge), None, None, None
+        return attributed("backward of from_local", redistribute_with_grad, gradient, *ctx.edge), None, None, None
 
 
-class Outside(_platform.Function):  # type: ignore[name-defined]
+class EmptyOutsideMesh(_platform.Function):  # type: ignore[name-defined]
     """forward: the empty block of a rank outside of the mesh instead of ``tensor``; backward: zeros.
 
     The rank stays in the graph: it takes part in the backward of a move from that mesh, in which others wait for it.
@@ -245,11 +245,11 @@ class Outside(_platform.Function):  # type: ignore[name-defined]
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
-        return _OutsideGradient.apply(gradient, *ctx.whole)
+        return _ZerosOutsideMesh.apply(gradient, *ctx.whole)
 
 
-class _OutsideGradient(_platform.Function):  # type: ignore[name-defined]
-    """forward: zeros for what :class:`Outside` was given; backward: an empty block."""
+class _ZerosOutsideMesh(_platform.Function):  # type: ignore[name-defined]
+    """forward: zeros for what :class:`EmptyOutsideMesh` was given; backward: an empty block."""
 
     @staticmethod
     def forward(ctx: Any, gradient: Any, shape: Shape, dtype: Any, device: Any) -> Any:
@@ -257,4 +257,4 @@ class _OutsideGradient(_platform.Function):  # type: ignore[name-defined]
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
-        return Outside.apply(gradient), None, None, None
+        return EmptyOutsideMesh.apply(gradient), None, None, None

@@ -52,8 +52,8 @@ def asked_by(reason: str, chosen: str = "") -> Iterator[None]:
         _asking.reasons.pop()
 
 
-def because(reason: str, function: Callable[..., Any], *args: Any, chosen: Callable[[], str] | None = None) -> Any:
-    """``function(*args)``, its communication put down to ``reason`` when somebody records."""
+def attributed(reason: str, function: Callable[..., Any], *args: Any, chosen: Callable[[], str] | None = None) -> Any:
+    """Call ``function(*args)``; a :class:`CommRecorder` files its collectives under ``reason``."""
     if not _num_recording:
         return function(*args)
     with asked_by(reason, "" if chosen is None else chosen()):

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from hyper_parallel.core.dtensor.autograd_edges import FromLocal, Outside, ToLocal, redistribute_with_grad
+from hyper_parallel.core.dtensor.autograd_edges import EmptyOutsideMesh, FromLocal, ToLocal, redistribute_with_grad
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.mesh_context import get_current_mesh
@@ -131,7 +131,7 @@ class DTensor(_platform.DTensorBase):  # type: ignore[name-defined]
             global_shape = _even_global_shape(local_tensor, layout)
             check_later(local_tensor, layout)
         if not inside:
-            local_tensor = Outside.apply(local_tensor)
+            local_tensor = EmptyOutsideMesh.apply(local_tensor)
         if grad_placements is not None and _platform.needs_grad(local_tensor):
             wanted = _gradient_layout("from_local", layout, grad_placements, global_shape)
             block = FromLocal.apply(local_tensor, layout.gradient(), wanted, global_shape)

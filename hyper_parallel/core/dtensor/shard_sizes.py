@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hyper_parallel.core.dtensor.comm_recorder import because
+from hyper_parallel.core.dtensor.comm_recorder import attributed
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.platform import get_platform
@@ -51,7 +51,7 @@ def _send_sizes(local_tensor: Any, mesh: DeviceMesh) -> tuple[Any, Any]:
     row = [local_tensor.ndim, *local_tensor.shape[:_MAX_DIMS]]
     mine = platform.index_tensor([row + [0] * (1 + _MAX_DIMS - len(row))], mesh.device_type)
     group = mesh.get_group(tuple(range(mesh.ndim)))
-    return because("from_local compares sizes", platform.all_gather_into_tensor, mine, group, True)
+    return attributed("from_local compares sizes", platform.all_gather_into_tensor, mine, group, True)
 
 
 def finish_checks() -> None:
@@ -105,7 +105,7 @@ def _gather_answers(local_tensor: Any, mesh: DeviceMesh) -> list[Any]:
     platform = get_platform()
     answers: list[Any] = [None] * mesh.size()
     mine = (tuple(local_tensor.shape), str(local_tensor.dtype), platform.digest(local_tensor))
-    because(
+    attributed(
         "from_local with run_check",
         platform.all_gather_object,
         answers,

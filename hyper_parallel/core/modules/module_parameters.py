@@ -14,6 +14,7 @@ from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate
 from hyper_parallel.core.modules.initial_values import carry_initial_values
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.shared.region import Region
 
 _platform = get_platform()
 
@@ -115,8 +116,9 @@ def split_parameter(
         _refuse_deferred(parameter, name, where)
         start = 0
         for part, (width, placements) in parts.items():
-            box = tuple((start, width) if d == dim else (0, size) for d, size in enumerate(parameter.shape))
-            piece = _platform.slice_block(_platform.detached(parameter), box)
+            offsets = tuple(start if d == dim else 0 for d in range(parameter.ndim))
+            sizes = tuple(width if d == dim else size for d, size in enumerate(parameter.shape))
+            piece = _platform.slice_block(_platform.detached(parameter), Region(offsets, sizes))
             _platform.install_parameter(module, part, _platform.Parameter(piece, requires_grad=parameter.requires_grad))
             distribute_parameter(module, part, mesh, placements, src_data_rank, where)
             start += width

@@ -28,7 +28,7 @@ from hyper_parallel.core.modules.boundary import Entry, Exit
 from hyper_parallel.core.modules.module_parameters import distribute_parameter, split_parameter
 from hyper_parallel.core.modules.placements import Placements, check_placements, per_axis
 from hyper_parallel.core.modules.plain_parameters import refuse_cut_uses
-from hyper_parallel.core.shard.dispatching.input_edges import enter as enter_varying
+from hyper_parallel.core.shard.dispatching.input_edges import bring_input
 from hyper_parallel.core.tensor_parallel.fused_output import FusedOutput
 from hyper_parallel.core.tensor_parallel.head_share import HeadShare, rows_of
 from hyper_parallel.core.tensor_parallel.projection import plus_bias
@@ -309,7 +309,7 @@ class NoRows(_platform.Function):  # type: ignore[name-defined]
 def _varying(x: Any) -> Any:
     """The plain block of a whole input that each rank uses for something else; backward: one all-reduce."""
     axes = tuple(axis for axis, size in enumerate(x.device_mesh.shape) if size > 1)
-    return _platform.local_alias(enter_varying(x, x._layout, axes))
+    return _platform.local_alias(bring_input(x, x._layout, axes))
 
 
 def _position(mesh: DeviceMesh) -> int:

@@ -53,7 +53,7 @@ class DTensorType(ABC):
         """Let ``intercept(kind, func, types, args, kwargs)`` answer every operator that meets a DTensor."""
 
     @staticmethod
-    def take_masked_functions(promise: Any, refuse: Any) -> None:
+    def install_masked_functions(promise: Any, refuse: Any) -> None:
         """Let functions of the framework that mask with plain tensors of their own be called with DTensors."""
         del promise, refuse  # most frameworks have none
 

@@ -51,7 +51,7 @@ class LocalCalls(ABC):
 
     @staticmethod
     @abstractmethod
-    def silenced(tensor: Any) -> Any:
+    def zeros_kept_in_graph(tensor: Any) -> Any:
         """Zeros that keep ``tensor`` in the graph, with a gradient of zeros."""
 
     @staticmethod
@@ -96,7 +96,7 @@ class LocalCalls(ABC):
 
     @staticmethod
     @abstractmethod
-    def counted_once(gradient: Any, mesh: Any, axes: Any) -> Any:
+    def count_on_one_rank(gradient: Any, mesh: Any, axes: Any) -> Any:
         """The gradient of a sum pending over ``axes`` as a whole value: one rank counts it in its own gradient."""
 
     @staticmethod
@@ -123,7 +123,7 @@ class LocalCalls(ABC):
             return ()
 
     @staticmethod
-    def leave_uncompiled(kind: type) -> None:
+    def exclude_from_compile(kind: type) -> None:
         """Let compiled code, where the framework has a compiler, run operators on tensors of ``kind`` as they are."""
         del kind
 

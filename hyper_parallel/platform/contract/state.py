@@ -116,7 +116,7 @@ class State(ABC):
 
     @staticmethod
     @abstractmethod
-    def let_optimizers_take(kind: Any) -> Any:
+    def install_optimizer_steps(kind: Any) -> Any:
         """Let the framework's optimizers step on tensors of ``kind`` as cheaply as on plain ones."""
 
     @staticmethod

@@ -258,6 +258,6 @@ def depends_on_values(error: Exception) -> bool:
     return "meta" in str(error)
 
 
-def silenced(tensor: Any) -> Any:
+def zeros_kept_in_graph(tensor: Any) -> Any:
     """Zeros that keep ``tensor`` in the graph, with a gradient of zeros."""
     return tensor.masked_fill(tensors.ones(tuple(tensor.shape), dtype=ms.bool_), 0)

@@ -13,7 +13,7 @@ from mindspore import Tensor
 from hyper_parallel.platform.mindspore import gradients as plain
 from hyper_parallel.platform.mindspore import private_api
 from hyper_parallel.platform.mindspore.dtensor_base import DTensorBase, as_dtensor, detached, local_alias, plain_kind
-from hyper_parallel.platform.mindspore.dtensor_calls import silenced
+from hyper_parallel.platform.mindspore.dtensor_calls import zeros_kept_in_graph
 from hyper_parallel.platform.mindspore.dtensor_ops_creation import ones_like, zeros_like
 
 # Reductions whose gradient is the same for every summand, so that a pending one can be the start of a backward pass.
@@ -33,14 +33,14 @@ def write_mark(tensor: Any) -> tuple[Any, Any]:
     return private_api.version_of(tensor), None if private_api.is_leaf(tensor) else private_api.grad_node(tensor)
 
 
-def counted_once(gradient: Any, mesh: Any, axes: Sequence[int]) -> Any:
+def count_on_one_rank(gradient: Any, mesh: Any, axes: Sequence[int]) -> Any:
     """The gradient of a value that is a pending sum over ``axes``, to be used as a whole value there: one rank counts
     it, the others keep it in their graph with a gradient of zeros.
     """
     coordinate = mesh.get_coordinate()
     if not axes or not needs_grad(gradient) or coordinate is None or not any(coordinate[axis] for axis in axes):
         return gradient
-    return detached(gradient) + silenced(gradient)
+    return detached(gradient) + zeros_kept_in_graph(gradient)
 
 
 def backward(
@@ -132,7 +132,7 @@ def _labelled(gradient: Any, tensor: Any) -> Any:
     if gradient is None or not isinstance(tensor, DTensorBase):
         return gradient
     pending = [axis for axis, op in enumerate(tensor._layout.partials) if op is not None]
-    block = counted_once(gradient, tensor._layout.mesh, pending)
+    block = count_on_one_rank(gradient, tensor._layout.mesh, pending)
     return as_dtensor(plain_kind(type(tensor)), block, tensor._layout.gradient(), tensor._global_shape)
 
 

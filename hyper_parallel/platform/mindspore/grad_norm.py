@@ -26,7 +26,7 @@ __all__ = [
     "complete_norms",
     "finished_norm",
     "get_total_norm",
-    "let_optimizers_take",
+    "install_optimizer_steps",
     "set_whole_norms",
 ]
 
@@ -41,7 +41,7 @@ def set_whole_norms(whole_norms: Callable[[Sequence[Tensor], float], list[Tensor
     _whole_norms = whole_norms
 
 
-def let_optimizers_take(kind: type) -> None:
+def install_optimizer_steps(kind: type) -> None:
     """MindSpore's optimizers have no operators on lists to be let in."""
 
 

@@ -95,7 +95,7 @@ class TorchPlatform(Platform):
 
     # Named otherwise in their rooms.
     _create_group = staticmethod(groups.make_group)
-    counted_once = staticmethod(dtensor_gradients.counted_once)
+    count_on_one_rank = staticmethod(dtensor_gradients.count_on_one_rank)
     recording = staticmethod(torch.enable_grad)
     drawing_alike = staticmethod(dtensor_support.seeded)
 

@@ -10,7 +10,7 @@ from typing import Any
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout, Shape
 from hyper_parallel.core.shard.dispatching.dispatch import dispatch
-from hyper_parallel.core.shard.dispatching.input_edges import enter
+from hyper_parallel.core.shard.dispatching.input_edges import bring_input
 from hyper_parallel.core.shard.rule_kit.rule_table import Rule, parse_equation, set_function_rule
 from hyper_parallel.platform import get_platform
 
@@ -185,7 +185,7 @@ def _enter_all(
             return value
         target = target or value.layout
         axes = tuple(sorted(varying - _varying_axes(target)))
-        return _platform.local_alias(enter(value, target, axes))
+        return _platform.local_alias(bring_input(value, target, axes))
 
     new_args = tuple(block(value, targets.get(index)) for index, value in enumerate(args))
     return new_args, {name: block(value, None) for name, value in kwargs.items()}

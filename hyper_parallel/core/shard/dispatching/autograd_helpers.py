@@ -111,7 +111,7 @@ def _gradient(block: Any, label: Label) -> Any:
     """The gradient of a value with that label as a DTensor."""
     layout, shape = label
     pending = [axis for axis, op in enumerate(layout.partials) if op is not None]
-    whole = _platform.counted_once(_platform.local_alias(block), layout.mesh, pending)
+    whole = _platform.count_on_one_rank(_platform.local_alias(block), layout.mesh, pending)
     return _label(whole, (layout.gradient(), shape))
 
 

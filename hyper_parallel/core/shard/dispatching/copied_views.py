@@ -221,14 +221,14 @@ def _is_position(entry: Any) -> bool:
     return hasattr(entry, "__index__") and not isinstance(entry, bool)
 
 
-def may_be_view_by_chance(name: str, layout: Layout, shape: Sequence[int]) -> bool:
+def block_is_view_but_whole_is_not(name: str, layout: Layout, shape: Sequence[int]) -> bool:
     """Whether this rank's block has so few rows that ``name`` may give a view of it where one device copies."""
     if name not in _WHERE_POSSIBLE or layout.mesh.get_coordinate() is None:
         return False
     return any(here == 1 < whole for here, whole in zip(layout.local_shape(tuple(shape)), shape, strict=True))
 
 
-def apart_where_copied(
+def clone_if_one_device_would_copy(
     result: DTensor, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> DTensor:
     """The result of ``reshape`` or its like, in memory of its own where one device would have copied."""
@@ -340,4 +340,4 @@ def _find(tree: Any, found: list[Any]) -> None:
             _find(item, found)
 
 
-_platform.leave_uncompiled(CopiedView)
+_platform.exclude_from_compile(CopiedView)

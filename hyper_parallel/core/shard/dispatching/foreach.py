@@ -284,4 +284,4 @@ def _agree_on_found_inf(gradients: Sequence[Any], found_inf: Any) -> None:
             _platform.all_reduce(block, mesh.get_group(tuple(range(mesh.ndim))), op="max")
 
 
-_platform.let_optimizers_take(DTensor)
+_platform.install_optimizer_steps(DTensor)

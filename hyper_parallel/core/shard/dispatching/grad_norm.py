@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hyper_parallel.core.dtensor.comm_recorder import because
+from hyper_parallel.core.dtensor.comm_recorder import attributed
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
 from hyper_parallel.core.dtensor.shard_sizes import finish_checks
 from hyper_parallel.platform import get_platform
@@ -37,7 +37,7 @@ def whole_norms(tensors: Sequence[Any], order: float, dtype: Any = None) -> list
         finish_checks()
     for (mesh, axes), positions in spread.items():
         parts = [_norm_of_part(norms[position], blocks[position], order) for position in positions]
-        completed = because("norm of gradients", _platform.complete_norms, parts, order, mesh.get_group(axes))
+        completed = attributed("norm of gradients", _platform.complete_norms, parts, order, mesh.get_group(axes))
         for position, norm in zip(positions, completed, strict=True):
             norms[position] = norm
     return [_platform.finished_norm(norm, block, dtype) for norm, block in zip(norms, blocks, strict=True)]

@@ -21,7 +21,7 @@ from __future__ import annotations
 from typing import Any
 
 from hyper_parallel.core.dtensor.autograd_edges import leaving_edge, move, redistribute_with_grad
-from hyper_parallel.core.dtensor.comm_recorder import because
+from hyper_parallel.core.dtensor.comm_recorder import attributed
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout, Shape
 from hyper_parallel.platform import get_platform
@@ -29,7 +29,7 @@ from hyper_parallel.platform import get_platform
 _platform = get_platform()
 
 
-class _Enter(_platform.Function):  # type: ignore[name-defined]
+class _SumGradients(_platform.Function):  # type: ignore[name-defined]
     """forward: ``source`` to ``target``; backward: the gradient, a pending sum along some axes, to ``wanted``."""
 
     @staticmethod
@@ -44,11 +44,11 @@ class _Enter(_platform.Function):  # type: ignore[name-defined]
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
-        reduced = because("backward: summed where the operator varies", redistribute_with_grad, gradient, *ctx.edge)
+        reduced = attributed("backward: summed where the operator varies", redistribute_with_grad, gradient, *ctx.edge)
         return leaving_edge(reduced, *ctx.layouts), None, None, None, None, None
 
 
-def enter(tensor: DTensor, target: Layout, axes: tuple[int, ...]) -> Any:
+def bring_input(tensor: DTensor, target: Layout, axes: tuple[int, ...]) -> Any:
     """The block of ``tensor`` under ``target`` for an operator that varies along ``axes``, on which it is whole."""
     source = tensor._layout
     if not axes or not _platform.needs_grad(tensor):
@@ -73,7 +73,7 @@ def enter(tensor: DTensor, target: Layout, axes: tuple[int, ...]) -> Any:
         values = tensor
         if origin is not None and origin[1] == tensor._version:
             start, start_layout = origin[0], origin[0]._layout
-    entered = _platform.without_interception(_Enter.apply, start, values, start_layout, target, arriving, shape)
+    entered = _platform.without_interception(_SumGradients.apply, start, values, start_layout, target, arriving, shape)
     if not tensor.is_leaf:
         if remembered is None:
             remembered = tensor._edges = {}

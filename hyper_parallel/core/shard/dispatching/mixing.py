@@ -131,4 +131,4 @@ def same_mesh(name: str, mesh: DeviceMesh | None, tensor: DTensor) -> DeviceMesh
     return tensor.device_mesh
 
 
-_platform.take_masked_functions(implicit_replication, refuse_plain)
+_platform.install_masked_functions(implicit_replication, refuse_plain)

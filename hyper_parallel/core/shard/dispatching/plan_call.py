@@ -6,17 +6,17 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hyper_parallel.core.dtensor.autograd_edges import move
-from hyper_parallel.core.dtensor.comm_recorder import because
+from hyper_parallel.core.dtensor.comm_recorder import attributed
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout, Shape
 from hyper_parallel.core.dtensor.shard_sizes import finish_checks
 from hyper_parallel.core.shard.dispatching.copied_views import (
-    apart_where_copied,
+    block_is_view_but_whole_is_not,
+    clone_if_one_device_would_copy,
     is_view_call,
     link,
-    may_be_view_by_chance,
 )
-from hyper_parallel.core.shard.dispatching.input_edges import enter
+from hyper_parallel.core.shard.dispatching.input_edges import bring_input
 from hyper_parallel.core.shard.dispatching.mixing import PendingWriteError, refuse_plain, same_mesh
 from hyper_parallel.core.shard.dispatching.strategy import Choice, choose
 from hyper_parallel.core.shard.dispatching.strict_mode import check_implicit
@@ -27,10 +27,10 @@ from hyper_parallel.platform import get_platform
 _platform = get_platform()
 _needs_grad = _platform.needs_grad
 
-# Note [Parts that count around]
-# In uint8, 5 may be the pending sum of 10 and 251; in a type that reaches further it would be 261. So a sum of such a
-# type is done before an operator that answers in another one, as ``x * 0.5`` and ``x.sum()`` do.
-_COUNTING_AROUND = frozenset(
+# Note [Partial sums of narrow integers]
+# Summands wrap modulo 2^n: in uint8, 5 may be the partial sum of 10 and 251, which in a wider type would be 261. So a
+# sum of such a type is reduced before an operator that answers in another one, as ``x * 0.5`` and ``x.sum()`` do.
+_WRAPPING_DTYPES = frozenset(
     _platform.str_to_dtype(name) for name in ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32")
 )
 
@@ -165,7 +165,7 @@ def _without_layouts(value: Any) -> Any:
 
 
 def _done(value: Any) -> Any:
-    is_meant = isinstance(value, DTensor) and value._layout.has_partial and value.dtype in _COUNTING_AROUND
+    is_meant = isinstance(value, DTensor) and value._layout.has_partial and value.dtype in _WRAPPING_DTYPES
     return value.reduce_partial() if is_meant else value
 
 
@@ -236,7 +236,7 @@ class PlannedCall:
             self.run = self._copy_view
         elif not (self.moves or self.updates or self.local or self.rewritten) and self.changes_positional:
             self.run = self._vary
-        if not self.moves and may_be_view_by_chance(name, call.tensors[0].layout, self.shapes[0]):
+        if not self.moves and block_is_view_but_whole_is_not(name, call.tensors[0].layout, self.shapes[0]):
             self.may_alias, self.run = self.run, self._apart
         self.pending = [
             index
@@ -259,11 +259,11 @@ class PlannedCall:
         return link(self.name, self._call(func, args, kwargs), func, args, kwargs, may_share=False)
 
     def _apart(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return apart_where_copied(self.may_alias(func, args, kwargs), func, args, kwargs)
+        return clone_if_one_device_would_copy(self.may_alias(func, args, kwargs), func, args, kwargs)
 
     def _pass_sums(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See Note [Parts that count around]."""
-        dtypes = {self._argument(index, args, kwargs).dtype for index in self.pending} & _COUNTING_AROUND
+        """See Note [Partial sums of narrow integers]."""
+        dtypes = {self._argument(index, args, kwargs).dtype for index in self.pending} & _WRAPPING_DTYPES
         if not dtypes:
             return self.passes(func, args, kwargs)
         if not self.writes:
@@ -279,7 +279,7 @@ class PlannedCall:
             tensor = args[position]
             if _needs_grad(tensor):
                 entered = entered or list(args)
-                entered[position] = enter(tensor, target, axes)
+                entered[position] = bring_input(tensor, target, axes)
         return self.wrap(func, tuple(entered) if entered else args, kwargs)
 
     def _call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -288,7 +288,7 @@ class PlannedCall:
             if self.moves:
                 finish_checks()
                 check_implicit(self.name, self.choice)
-                args, kwargs = because(f"implicit for {self.name}", self._change, args, kwargs, chosen=self._chosen)
+                args, kwargs = attributed(f"implicit for {self.name}", self._change, args, kwargs, chosen=self._chosen)
             else:
                 args, kwargs = self._change(args, kwargs)
         if self.rewritten is not None:
@@ -316,7 +316,7 @@ class PlannedCall:
         blocks, named_blocks = _platform.blocks_of(args, kwargs, self.gives_nothing)
         call = self._local_call(func, blocks, named_blocks, written)
         local = self.local
-        return self.wrap(lambda *a, **k: because(f"inside {self.name}", local, call), (), {})
+        return self.wrap(lambda *a, **k: attributed(f"inside {self.name}", local, call), (), {})
 
     def _argument(self, index: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         path = self.paths[index]
@@ -328,7 +328,7 @@ class PlannedCall:
     def _bring_back(self, tensor: DTensor, changed: Any, index: int) -> None:
         """Copy what was written into the block that was made for the call into the argument itself."""
         edge = (self.choice.inputs[index], tensor._layout, self.shapes[index])
-        block = because(f"written by {self.name}", move, _platform.detached(changed), *edge)
+        block = attributed(f"written by {self.name}", move, _platform.detached(changed), *edge)
         _platform.fill_block(tensor, block)
 
     def _local_call(
@@ -351,7 +351,7 @@ class PlannedCall:
         new_args = list(args)
         if self.changes_positional:
             for (position,), target, axes, _ in self.changes:
-                new_args[position] = enter(args[position], target, axes)
+                new_args[position] = bring_input(args[position], target, axes)
             return tuple(new_args), kwargs
         new_kwargs = dict(kwargs)
         entered: dict[tuple[int, Layout, tuple[int, ...]], Any] = {}
@@ -363,6 +363,6 @@ class PlannedCall:
             tensor = holder[path[-1]]
             once = (id(tensor), target, axes)
             if once not in entered:
-                entered[once] = enter(tensor, target, axes)
+                entered[once] = bring_input(tensor, target, axes)
             holder[path[-1]] = entered[once]
         return tuple(new_args), new_kwargs

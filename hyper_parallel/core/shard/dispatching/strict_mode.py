@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any
 
-_PACKAGE = __name__.split(".")[0]
+from hyper_parallel.platform.shared.call_site import call_site
 
 
 class _Strict(threading.local):
@@ -39,7 +37,7 @@ def strict(*, implicit_redistribution: bool = False) -> Iterator[None]:
 
 def check_gathering(name: str, layouts: list[Any], reason: str) -> None:
     """Warn once per operator that it runs by gathering, or raise in strict mode."""
-    where = _call_site()
+    where = call_site()
     inputs = ", ".join(map(str, layouts))
     if _strict.levels or os.environ.get("HYPER_PARALLEL_STRICT", "0") not in ("", "0"):
         raise RuntimeError(
@@ -61,17 +59,6 @@ def check_implicit(name: str, choice: Any) -> None:
     if _strict.levels and _strict.levels[-1][1]:
         wanted = ", ".join(map(str, choice.inputs))
         raise RuntimeError(
-            f"{name} at {_call_site()} would redistribute its inputs to {wanted}, and strict mode forbids it; "
+            f"{name} at {call_site()} would redistribute its inputs to {wanted}, and strict mode forbids it; "
             "redistribute them explicitly"
         )
-
-
-def _call_site() -> str:
-    """File and line of the first frame outside this library and the framework."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if module.split(".")[0] not in (_PACKAGE, "torch", "mindspore", "contextlib"):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "an unknown place"

@@ -72,7 +72,7 @@ def zeros_in_graph(call: LocalCall, index: int = 0, combine: Callable[..., Any] 
     platform = get_platform()
     tensors = block_tensors(call)
     zeros = platform.zeros(call.local_output_shape(index), tensors[0].dtype, tensors[0].device)
-    sums = [platform.silenced(one).sum() for one in tensors if one.is_floating_point() or one.is_complex()]
+    sums = [platform.zeros_kept_in_graph(one).sum() for one in tensors if one.is_floating_point() or one.is_complex()]
     return zeros + combine(*sums) if sums else zeros
 
 

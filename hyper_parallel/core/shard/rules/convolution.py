@@ -68,7 +68,7 @@ def _needs_care(call: LocalCall) -> bool:
 
 def _convolve(call: LocalCall, names: tuple[str, ...], groups: int) -> Any:
     if len(call.inputs) > 2 and not is_counted_here(call, 2):
-        args, kwargs = replace_tensor(call, 2, get_platform().silenced)
+        args, kwargs = replace_tensor(call, 2, get_platform().zeros_kept_in_graph)
         call = dataclasses.replace(call, args=tuple(args), kwargs=kwargs)
     num_parts = math.prod(call.mesh.shape[axis] for axis in call.axes.get("g", ()))
     return with_spare_rows(call, lambda block: call_with(block, names, groups=groups // num_parts))

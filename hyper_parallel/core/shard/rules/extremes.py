@@ -67,7 +67,7 @@ def shared_extreme(block: Any, dims: tuple[int, ...], op: str, group: Any, keepd
     return result if keepdim else result.squeeze(dims)
 
 
-class _Known(_platform.Function):  # type: ignore[name-defined]
+class _ReplacedBySum(_platform.Function):  # type: ignore[name-defined]
     """forward: ``total``, known to be the sum of all ranks' ``part``; backward: that of the sum, the identity."""
 
     @staticmethod
@@ -131,7 +131,7 @@ def _extreme_of_dim(call: LocalCall) -> Any:
             part = block.gather(dim, (index - offset).clamp(0, size - 1)).masked_fill(is_mine.logical_not(), 0)
         else:
             part = block.sum(dim=dim, keepdim=True)
-        best = _Known.apply(part, best, group)
+        best = _ReplacedBySum.apply(part, best, group)
     results = [best, index] if given["keepdim"] else [best.squeeze(dim), index.squeeze(dim)]
     return _platform.result_like(call.func, results)
 

@@ -23,7 +23,7 @@ from hyper_parallel.platform import get_platform
 _platform = get_platform()
 
 
-class _CutSoftmax(_platform.Function):  # type: ignore[name-defined]
+class _ShardedSoftmax(_platform.Function):  # type: ignore[name-defined]
     """forward: two all-reduces, the rows' maxima and sums; backward: one all-reduce, of the rows' sums."""
 
     @staticmethod
@@ -48,7 +48,7 @@ class _CutSoftmax(_platform.Function):  # type: ignore[name-defined]
         return result * (gradient - total), None, None, None
 
 
-class _CutLogSumExp(_platform.Function):  # type: ignore[name-defined]
+class _ShardedLogSumExp(_platform.Function):  # type: ignore[name-defined]
     """forward: two all-reduces, the rows' maxima and sums; backward: nothing travels."""
 
     @staticmethod
@@ -71,7 +71,7 @@ class _CutLogSumExp(_platform.Function):  # type: ignore[name-defined]
 
 def cut_logsumexp(block: Any, dims: tuple[int, ...], group: Any) -> Any:
     """log of the sum of exp along ``dims``, which are kept, over all blocks of the group; whole on every rank."""
-    return _CutLogSumExp.apply(block, dims, group)
+    return _ShardedLogSumExp.apply(block, dims, group)
 
 
 @rule("softmax", "log_softmax")
@@ -106,7 +106,7 @@ def _softmax(call: LocalCall) -> Any:
     dim = given["dim"] % block.ndim
     of_logarithm = _platform.get_op_name(call.func) == "log_softmax"
     group = group_of(call, (letters(block.ndim)[dim],))
-    return _CutSoftmax.apply(in_working_precision(block), dim, of_logarithm, group).to(block.dtype)
+    return _ShardedSoftmax.apply(in_working_precision(block), dim, of_logarithm, group).to(block.dtype)
 
 
 @rule("logsumexp", by_dtype=True)

@@ -22,7 +22,7 @@ from hyper_parallel.platform.torch.base.dtensor_base import (
     detached,
     local_alias,
 )
-from hyper_parallel.platform.torch.dtensor.local_calls import silenced
+from hyper_parallel.platform.torch.dtensor.local_calls import zeros_kept_in_graph
 from hyper_parallel.platform.torch.private_api import NoInterception
 
 # Reductions whose gradient is the same for every summand, so that a pending one can be the start of a backward pass.
@@ -105,11 +105,11 @@ def labelled(gradient: torch.Tensor, kind: type, layout: Any, shape: Any) -> Any
     """The gradient of a tensor of that layout, of which the engine has the block, as a distributed tensor."""
     # One tensor may be the gradient of several inputs: each gets an alias of its own.
     pending = [axis for axis, op in enumerate(layout.partials) if op is not None]
-    plain = counted_once(local_alias(gradient), layout.mesh, pending)
+    plain = count_on_one_rank(local_alias(gradient), layout.mesh, pending)
     return as_dtensor(kind, plain, layout.gradient(), shape)
 
 
-def counted_once(gradient: torch.Tensor, mesh: Any, axes: Sequence[int]) -> torch.Tensor:
+def count_on_one_rank(gradient: torch.Tensor, mesh: Any, axes: Sequence[int]) -> torch.Tensor:
     """The gradient of a value that is a pending sum over ``axes``, to be used as a whole value there.
 
     It comes out of an edge that sums its own gradient over the ranks, since what it meets there is the backward of an
@@ -119,7 +119,7 @@ def counted_once(gradient: torch.Tensor, mesh: Any, axes: Sequence[int]) -> torc
     coordinate = mesh.get_coordinate()
     if not axes or not gradient.requires_grad or coordinate is None or not any(coordinate[axis] for axis in axes):
         return gradient
-    return gradient.detach() + silenced(gradient)
+    return gradient.detach() + zeros_kept_in_graph(gradient)
 
 
 def _starts(tensors: Any, gradients: Any, name: str) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

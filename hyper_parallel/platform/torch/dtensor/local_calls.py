@@ -135,6 +135,6 @@ def depends_on_values(error: Exception) -> bool:
     return isinstance(error, NotImplementedError) or "meta" in str(error)
 
 
-def silenced(tensor: torch.Tensor) -> torch.Tensor:
+def zeros_kept_in_graph(tensor: torch.Tensor) -> torch.Tensor:
     """Zeros that keep ``tensor`` in the graph, with a gradient of zeros."""
     return tensor.masked_fill(torch.ones_like(tensor, dtype=torch.bool), 0)

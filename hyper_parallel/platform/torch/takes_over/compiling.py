@@ -19,7 +19,7 @@ _kinds: set[type] = set()
 _plain_compile = torch.compile
 
 
-def leave_uncompiled(kind: type) -> None:
+def exclude_from_compile(kind: type) -> None:
     """Let compiled code run operators on tensors of ``kind`` as if it were not compiled."""
     _kinds.add(kind)
     if torch.compile is _plain_compile:

@@ -23,7 +23,7 @@ _NAMES = (
 )
 
 
-def take_masked_functions(promise: Callable[[], Any], refuse: Callable[[str, Any], None]) -> None:
+def install_masked_functions(promise: Callable[[], Any], refuse: Callable[[str, Any], None]) -> None:
     """Run these functions inside ``promise()``; ``refuse(name, value)`` looks at plain arguments."""
     for name in _NAMES:
         plain = getattr(torch.masked, name)

@@ -47,7 +47,7 @@ State = dict[str, Any]
 _NO_STATE: State = {}
 
 
-def let_optimizers_take(kind: type) -> None:
+def install_optimizer_steps(kind: type) -> None:
     """Let ``torch.optim`` and ``torch.nn.utils`` use list operators for tensors of ``kind``, as for plain ones, and
     element-wise optimizers step on their blocks.
     """
