@@ -9,6 +9,7 @@ import os
 import resource
 import signal
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ import hyper_parallel as hp
 from hyper_parallel import checkpoint as ckpt
 from hyper_parallel.core.distributed_checkpoint import async_save as async_save_module
 from hyper_parallel.platform import get_platform
-from hyper_parallel.platform.torch import host_copies
+from hyper_parallel.platform.torch.modules import host_copies
 from tests.distributed_checkpoint.background_storage import GatedWriter, is_alive, num_files, wait_for
 
 
@@ -128,6 +129,37 @@ def test_a_rank_is_killed_before_it_has_handed_its_part_over(tmp_path):
     loaded = {"x": torch.zeros(4)}
     ckpt.load(loaded, checkpoint_id=tmp_path / "c", no_dist=True)
     assert torch.equal(loaded["x"], torch.arange(4.0))
+
+
+def _rank_that_is_killed(rank, num_ranks, folder) -> None:
+    async_save_module._Background._all.clear()
+    os.environ.update(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
+    store = torch.distributed.FileStore(str(folder / "store"), num_ranks)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
+    mesh = hp.init_device_mesh("cpu", (num_ranks,))
+    state = {"x": hp.distribute_tensor(torch.arange(1e3), mesh, [hp.Shard(0)])}
+    ckpt.async_save(state, checkpoint_id=folder / "c")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_ranks_that_are_killed_as_soon_as_the_call_returns_lose_nothing(tmp_path, num_ranks):
+    """In the first save, whose writers are still starting then."""
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=_rank_that_is_killed, args=(r, num_ranks, tmp_path)) for r in range(num_ranks)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    assert [rank.exitcode for rank in ranks] == [-signal.SIGKILL] * num_ranks
+    end = time.monotonic() + 60
+    while not (tmp_path / "c" / "metadata.json").exists():
+        assert time.monotonic() < end, "the writers have not written it"
+        time.sleep(0.01)
+    assert ckpt.verify(tmp_path / "c") == []
+    loaded = {"x": torch.zeros(1000)}
+    ckpt.load(loaded, checkpoint_id=tmp_path / "c", no_dist=True)
+    assert torch.equal(loaded["x"], torch.arange(1e3))
 
 
 # ---- A pretended accelerator: tensors that count as being elsewhere, and copies that run once they are waited for ----

@@ -8,12 +8,18 @@ import threading
 import time
 
 import pytest
+import torch
 
+import hyper_parallel as hp
+from hyper_parallel import checkpoint as ckpt
 from hyper_parallel.core.distributed_checkpoint import file_agreement
+from hyper_parallel.core.distributed_checkpoint.agreement_folder import AgreementFolder
 from hyper_parallel.core.distributed_checkpoint.cleanup import remove_leftovers
 from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError, LostRankError
 from hyper_parallel.core.distributed_checkpoint.file_agreement import FileAgreement
 from hyper_parallel.core.distributed_checkpoint.file_locks import hold_lock, is_held
+from tests.frameworks import dist, distribute_tensor, equal, ours
+from tests.world import run_on_ranks
 
 
 def agree(agreement):
@@ -40,18 +46,18 @@ class InThread(threading.Thread):
         return self.result
 
 
-class Stuck(FileAgreement):
-    """Never writes a file whose name starts in a certain way, and says so instead."""
+def get_stuck(directory, rank, at, connection):
+    """A rank that never writes a file whose name starts in a certain way, and says so instead."""
+    put = AgreementFolder.put_encoded
 
-    def __init__(self, directory, rank, name, connection):
-        self._stuck_at, self._connection = name, connection
-        super().__init__(directory, rank, 2)
-
-    def _put(self, name, value):
-        if name.startswith(self._stuck_at):
-            self._connection.send("stuck")
+    def stuck_put(folder, name, data):
+        if name.startswith(at):
+            connection.send("stuck")
             signal.pause()
-        super()._put(name, value)
+        put(folder, name, data)
+
+    AgreementFolder.put_encoded = stuck_put  # in a process of its own
+    agree(FileAgreement(directory, rank, 2))
 
 
 @pytest.fixture
@@ -62,7 +68,7 @@ def stuck():
 
     def start(directory, rank, name, wait=True):
         here, there = context.Pipe()
-        process = context.Process(target=lambda: agree(Stuck(directory, rank, name, there)))
+        process = context.Process(target=get_stuck, args=(directory, rank, name, there))
         process.start()
         started.append(process)
         if wait:
@@ -188,3 +194,65 @@ def test_locks_that_end_with_their_process(tmp_path):
     assert is_held(path)
     kill(process)
     assert not is_held(path)
+
+
+class GatheringSavePlanner(ckpt.StandardSavePlanner):
+    """Has all plans sent to the coordinator and back, with something of its own in them."""
+
+    needs_global_plan = True
+
+    def __init__(self, own):
+        super().__init__()
+        self._own = own
+
+    def build_local_plan(self):
+        plan = super().build_local_plan()
+        plan.planner_data = self._own
+        return plan
+
+    def finalize_plan(self, plan):
+        assert plan.planner_data == self._own
+        return super().finalize_plan(plan)
+
+
+class GatheringLoadPlanner(ckpt.StandardLoadPlanner):
+    needs_global_plan = True
+
+    def build_global_plan(self, all_plans):
+        return all_plans
+
+
+class OwnKind:
+    pass
+
+
+@run_on_ranks(2)
+def test_all_that_ranks_say_goes_through_files(tmp_path):
+    mesh, rank = hp.init_device_mesh("cpu", (2,)), dist.get_rank()
+    whole = torch.arange(10.0)
+
+    def saved(number):
+        return {"w": distribute_tensor(whole + number, mesh, [hp.Shard(0)]), "step": number}
+
+    def assert_loads(number, **options):
+        target = {"w": distribute_tensor(torch.zeros(10), mesh, [hp.Replicate()]), "step": None}
+        ckpt.load(target, checkpoint_id=tmp_path / "c", use_collectives=False, **options)
+        assert equal(target["w"].to_local(), whole + number) and target["step"] == number
+
+    on_one = {"on_one": ours(whole[:3])} if rank == 1 else {}  # They tell each other what they hold.
+    ckpt.save(saved(1) | on_one, checkpoint_id=tmp_path / "c", use_collectives=False)
+    assert_loads(1)
+    own = {"a": (1, None), ("b", 2): [1.5, {3}, b"4"]}
+    ckpt.save(saved(2), checkpoint_id=tmp_path / "c", use_collectives=False, planner=GatheringSavePlanner(own))
+    assert_loads(2, planner=GatheringLoadPlanner())
+    for number in (3, 4):
+        ckpt.async_save(saved(number), checkpoint_id=tmp_path / "c", use_collectives=False).result()
+        assert_loads(number)
+
+    foreign = GatheringSavePlanner(OwnKind())
+    said = r"rank 1: TypeError: a .*OwnKind cannot be sent to other ranks .*; leave use_collectives at True, or let"
+    with pytest.raises(CheckpointError, match=said):
+        ckpt.save(saved(5), checkpoint_id=tmp_path / "c", use_collectives=False, planner=foreign)
+    assert_loads(4)
+    dist.barrier()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c"]

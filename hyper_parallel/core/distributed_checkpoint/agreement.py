@@ -63,7 +63,7 @@ class Agreement(ABC):
             report = Report(work())
         except Exception as error:
             own_error = error
-            report = _failure(error)
+            report = failure(error)
         reports = self._gather(report)
         verdicts = None
         if reports is not None:
@@ -87,7 +87,7 @@ class Agreement(ABC):
             try:
                 return Report(decide([report.value for report in reports])), None
             except Exception as error:
-                report = _failure(error)
+                report = failure(error)
                 return report._replace(error=f"{what} failed: {report.error}"), error
         by_text: dict[str, list[int]] = {}
         for rank, report in failed.items():
@@ -164,7 +164,8 @@ class GroupAgreement(Agreement):
         return LostRankError(f"rank {self.rank} lost rank {rank} while saving or loading: {_first_line(error)}")
 
 
-def _failure(error: Exception) -> Report:
+def failure(error: Exception) -> Report:
+    """The report of a rank in which an error was raised."""
     return Report(None, f"{type(error).__name__}: {error}", isinstance(error, CorruptCheckpointError))
 
 

@@ -10,18 +10,27 @@ becomes readable, at once and never before. So
   without the rank, since the bytes are in shared memory: the checkpoint is then whole. So is one whose rank ended
   before its writer had started, since what a process has said stays in the socket when it ends;
 - writers wait for each other until a message, or the end of a connection, arrives. Each end of these connections is
-  open in one process only: a rank closes its own as soon as its writer has it. Keep-alive probes, which the kernel
+  open in one process only: a rank closes its own when it has handed them over. Keep-alive probes, which the kernel
   answers however busy the process is, find hosts that vanished.
 
 Writers are started as new programs, never forked, so no lock or thread of the training process can hang them; they do
 not import the framework, so they are small. They are the leaders of their own sessions: Ctrl-C in a terminal ends the
 training and not the checkpoint that is being written.
+
+Note [How a writer is started]
+All that a writer must know comes over a socket pair whose other end this process has: the command line and the
+environment, which others can read, hold no secret. The interpreter runs isolated (``-I``): it takes no module from the
+current directory, from a folder that ``PYTHONPATH`` names, or from the user's own packages before it has this process's
+own path, without the entries that depend on where a process happens to be.
+
+Jobs are pickles, since they hold the user's storage writer. Both ends of the pair have come from this process and from
+nobody else: what is unpickled was pickled here.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ipaddress
+import itertools
 import json
 import os
 import signal
@@ -30,40 +39,25 @@ import subprocess
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Iterator
 from multiprocessing.connection import wait
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from hyper_parallel.core.distributed_checkpoint.agreement import Agreement
 from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError
+from hyper_parallel.core.distributed_checkpoint.fork_guard import no_forks, not_for_children
 from hyper_parallel.core.distributed_checkpoint.shared_memory import SharedMemory
-from hyper_parallel.core.distributed_checkpoint.writer_process import HELLO, hand_over, receive_message
+from hyper_parallel.core.distributed_checkpoint.writer_links import connect_writers
+from hyper_parallel.core.distributed_checkpoint.writer_process import MAX_FILES, hand_over, receive_message
+from hyper_parallel.platform.world_secret import SECRET
 
-_WRITER = "hyper_parallel.core.distributed_checkpoint.writer_process"
-
-# A child that this process forks would keep open what ends when the writer or this process ends. So the child closes
-# all that is known, and a fork waits while there are files that only the writer may have.
-_writers: weakref.WeakSet[WriterProcess] = weakref.WeakSet()
-_no_forks = threading.RLock()
-
-
-def _close_in_child() -> None:
-    for writer in list(_writers):
-        writer.close_connections()
-
-
-os.register_at_fork(before=_no_forks.acquire, after_in_parent=_no_forks.release, after_in_child=_no_forks.release)
-os.register_at_fork(after_in_child=_close_in_child)
-
-
-class Address(NamedTuple):
-    """Where the writer process of rank 0 listens, and what to say to it."""
-
-    host: str
-    port: int
-    token: bytes
+# Known from the start: what is imported or changed later has no part in which program is run.
+_PYTHON = sys.executable
+_PACKAGE = os.path.abspath(os.path.join(os.path.realpath(__file__), *[os.pardir] * 4))
+_PROGRAM = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
+    "from hyper_parallel.core.distributed_checkpoint.writer_process import main; main(int(sys.argv[1]))"
+)
 
 
 class WriterProcess:
@@ -80,14 +74,24 @@ class WriterProcess:
         self.is_broken = False
         self._process: subprocess.Popen[bytes] | None = None
         self._ended = -1
-        self._token = b""
-        self._ends: dict[str, socket.socket | None] = {"listener": None, "link": None}
-        if self.world_size > 1:
-            self._ends["listener"], address = _open_listener(agreement)
-            self._token = address.token
-            self._ends["link"] = _connect(agreement, address)
-        self._control, self._ends["control"] = socket.socketpair()
-        _writers.add(self)
+        links = connect_writers(agreement) if self.world_size > 1 else {}
+        try:
+            self._control, self._writers_end = map(not_for_children, socket.socketpair())
+            self._introduce(links)
+        finally:
+            for link in links.values():
+                link.close()
+
+    def _introduce(self, links: dict[int, socket.socket]) -> None:
+        """Say who this is and hand the connections over: it stays in the socket until the writer reads it."""
+        me = os.pidfd_open(os.getpid())
+        try:
+            self._send(("rank", (self.rank, self.world_size)), (me,))
+        finally:
+            os.close(me)
+        left = iter(links.items())
+        while some := list(itertools.islice(left, MAX_FILES)):
+            self._send(("links", [rank for rank, _ in some]), tuple(link.fileno() for _, link in some))
 
     @property
     def pid(self) -> int:
@@ -121,18 +125,13 @@ class WriterProcess:
     def _start(self) -> None:
         """Start the writer. It takes a second of a processor, so only now, behind the copy that training waits for."""
         try:
-            with _no_forks:
-                self._process = _start(self._ends, self.rank, self.world_size, self._token)
+            with no_forks:
+                self._process = _start(self._writers_end)
             self._ended = os.pidfd_open(self._process.pid)
         except OSError as error:
             self._end_job("failed", ("lost", self._obituary(f"cannot be started: {error}")))
         finally:
-            self._close_ends()
-
-    def _close_ends(self) -> None:
-        for end in self._ends.values():
-            if end is not None:
-                end.close()
+            self._writers_end.close()
 
     def _send(self, message: Any, files: tuple[int, ...] = ()) -> None:
         # A writer that is gone is found out when its answer is awaited.
@@ -201,21 +200,16 @@ class WriterProcess:
     def _say_no_more(self) -> None:
         """The writer ends when it has done what it was told, also where a forked child could go on."""
         self.is_broken = True
-        self._close_ends()
+        self._writers_end.close()
         with contextlib.suppress(OSError):  # It may be gone.
             self._control.shutdown(socket.SHUT_WR)
-
-    def close_connections(self) -> None:
-        """All that this process can say to writers by."""
-        self._control.close()
-        self._close_ends()
 
     def close(self) -> None:
         """Let the writer finish what it does, and end. In a forked child, whose it is not: nothing."""
         if self._owner != os.getpid():
             return
         self._say_no_more()
-        self.close_connections()
+        self._control.close()
         if self._process is not None:
             self._process.wait()
             os.close(self._ended)
@@ -224,72 +218,18 @@ class WriterProcess:
             self._memory = None
 
 
-def _start(ends: dict[str, socket.socket | None], rank: int, world_size: int, token: bytes) -> subprocess.Popen[bytes]:
-    numbers = {name: None if end is None else end.fileno() for name, end in ends.items()}
-    setup: dict[str, Any] = {
-        **numbers,
-        "parent": os.pidfd_open(os.getpid()),
-        "rank": rank,
-        "world_size": world_size,
-        "token": token.hex(),
-    }
-    package = str(Path(__file__).resolve().parents[3])
-    path = [package, *(entry for entry in sys.path if entry)]
-    try:
-        return subprocess.Popen(
-            [sys.executable, "-m", _WRITER, json.dumps(setup)],
-            pass_fds=[setup["parent"], *(number for number in numbers.values() if number is not None)],
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
-            start_new_session=True,
+def _start(control: socket.socket) -> subprocess.Popen[bytes]:
+    """Start a writer; see Note [How a writer is started]."""
+    if not os.path.isabs(_PYTHON) or not os.access(_PYTHON, os.X_OK) or os.path.isdir(_PYTHON):
+        raise FileNotFoundError(
+            f"sys.executable is {_PYTHON!r}, which is no program, so there is no Python to start; call save() instead"
         )
-    finally:
-        os.close(setup["parent"])
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Connections between writers: made here, where all ranks are known to be alive, and handed over
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def _open_listener(agreement: Agreement) -> tuple[socket.socket | None, Address]:
-    made: list[socket.socket] = []
-
-    def listen() -> Address | None:
-        if not agreement.is_coordinator:
-            return None
-        listener, address = _listen(agreement.world_size)
-        made.append(listener)
-        return address
-
-    address = agreement.round("starting background saves", listen, lambda addresses: addresses[0])
-    return (made[0] if made else None), address
-
-
-def _listen(world_size: int) -> tuple[socket.socket, Address]:
-    host = os.environ.get("MASTER_ADDR") or socket.gethostname()
-    family, _, _, _, found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-    # Only where the other ranks come from: on one host nobody else can connect.
-    where = found[0] if ipaddress.ip_address(found[0]).is_loopback else ""
-    listener = socket.create_server((str(where), 0), family=family, backlog=world_size)
-    return listener, Address(host, listener.getsockname()[1], os.urandom(16))
-
-
-def _connect(agreement: Agreement, address: Address) -> socket.socket | None:
-    made: list[socket.socket] = []
-
-    def connect() -> None:
-        if agreement.is_coordinator:
-            return
-        try:
-            link = socket.create_connection((address.host, address.port))
-        except OSError as error:
-            raise ConnectionError(
-                f"cannot reach the writer process of rank 0 at {address.host}:{address.port}: {error}"
-            ) from error
-        link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        link.sendall(HELLO.pack(address.token, agreement.rank))
-        made.append(link)
-
-    agreement.round("starting background saves", connect)
-    return made[0] if made else None
+    path = [_PACKAGE, *(entry for entry in sys.path if type(entry) is str and os.path.isabs(entry))]
+    options = ["-I", *(["-X", "utf8"] if sys.flags.utf8_mode else [])]
+    return subprocess.Popen(
+        [_PYTHON, *options, "-c", _PROGRAM, str(control.fileno()), json.dumps(path)],
+        pass_fds=[control.fileno()],
+        stdin=subprocess.DEVNULL,
+        env={name: value for name, value in os.environ.items() if name != SECRET},
+        start_new_session=True,
+    )

@@ -4,8 +4,9 @@ Note [Rounds in files]
 Every rank draws a number of its own and says hello with it; the coordinator draws one too, and writes an opening that
 lists the hellos, again whenever one changes. A rank goes on once an opening lists its own hello: what older runs left
 is thus never taken for this one. Reports and verdicts then carry the coordinator's number in their names. Each file
-appears at once, by a rename. The messages are pickles, as those of a process group are: the directory must be one that
-only the job writes to.
+appears at once, by a rename. Who may write such files, and what is read of them, is in ``agreement_folder.py``. A hello
+or an opening that cannot be read is passed over: an older version has left it, and the one that is waited for takes its
+place. A report or verdict of this meeting that cannot be read is an error of its rank.
 
 Note [Who has ended]
 A file cannot tell that its writer died, but a lock can: each rank holds a file locked as long as it lives, and the
@@ -17,9 +18,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
+import re
 import secrets
-import shutil
 import socket
 import time
 from collections.abc import Mapping
@@ -32,23 +32,31 @@ from hyper_parallel.core.distributed_checkpoint.agreement import (
     AloneAgreement,
     GroupAgreement,
     Report,
+    failure,
 )
+from hyper_parallel.core.distributed_checkpoint.agreement_folder import AgreementFolder
 from hyper_parallel.core.distributed_checkpoint.errors import LostRankError
 from hyper_parallel.core.distributed_checkpoint.file_locks import hold_lock, is_held
 from hyper_parallel.core.distributed_checkpoint.file_names import ALIVE, agreement_name
+from hyper_parallel.core.distributed_checkpoint.messages import MessageError, encode_message
 from hyper_parallel.core.distributed_checkpoint.storage import CheckpointId, local_path, storage_for
 from hyper_parallel.platform import get_platform
 
 _PAUSE = 0.01
+_NUMBER = re.compile(r"[0-9a-f]{16}")
 DEFAULT_TIMEOUT = 1800.0
 
 
 class Hello(NamedTuple):
-    """Who takes part: a number of its own, the host it runs on, and the file it holds locked (None: it could not)."""
+    """Who takes part: a number of its own, the host it runs on, and whether it holds a file locked."""
 
     number: str
     host: str
-    lock: str | None
+    is_locked: bool
+
+    def lock_of(self, rank: int) -> str:
+        """The name of the file that this one holds locked as a rank."""
+        return f"{ALIVE}{rank}-{self.number}"
 
 
 class Opening(NamedTuple):
@@ -66,25 +74,25 @@ class FileAgreement(Agreement):
     ) -> None:
         self.rank = rank
         self.world_size = world_size
-        self._directory = Path(directory)
         self._timeout = timeout
         self._round = 0
         self._number = secrets.token_hex(8)
+        self._folder = AgreementFolder(Path(directory), self._number)
         self._meeting: str | None = None
         self._lock: int | None = None
         self._hellos: dict[int, Hello] = {}
         self._lost: dict[int, LostRankError] = {}
         # At once, before any work: whoever ends from now on is missed, and who has ended before is of an older run.
-        self._older = {rank: hello for rank, hello in self._heard().items() if self._is_over(hello)}
+        self._older = {rank: hello for rank, hello in self._heard().items() if self._is_over(rank, hello)}
         self._own = self._hello()
-        self._put(*self._greeting())
+        self._greet()
 
     def _gather(self, report: Report) -> list[Report] | None:
         self._round += 1
         if self._meeting is None:
             self._meet()
         if not self.is_coordinator:
-            self._put(f"report-{self._meeting}-{self._round}-{self.rank}", report)
+            self._folder.put_encoded(f"report-{self._meeting}-{self._round}-{self.rank}", _encoded(report))
             return None
         found = self._collect(f"report-{self._meeting}-{self._round}")
         absent = {rank: Report(None, f"it is gone ({error})") for rank, error in self._lost.items()}
@@ -93,8 +101,13 @@ class FileAgreement(Agreement):
     def _answer(self, verdicts: list[Report] | None) -> Report:
         if verdicts is None:
             return self._wait_for(COORDINATOR, f"verdict-{self._meeting}-{self._round}-{self.rank}")
+        try:
+            encoded = list(map(encode_message, verdicts))
+        except TypeError as error:  # It is then the verdict for all.
+            verdicts = [failure(error)] * self.world_size
+            encoded = list(map(encode_message, verdicts))
         for rank in range(1, self.world_size):
-            self._put(f"verdict-{self._meeting}-{self._round}-{rank}", verdicts[rank])
+            self._folder.put_encoded(f"verdict-{self._meeting}-{self._round}-{rank}", encoded[rank])
         return verdicts[0]
 
     def close(self) -> None:
@@ -103,7 +116,7 @@ class FileAgreement(Agreement):
             self._collect(f"report-{self._meeting}-bye")
             self._clear()
         elif self._meeting is not None:
-            self._put(f"report-{self._meeting}-bye-{self.rank}", Report(None))
+            self._folder.put(f"report-{self._meeting}-bye-{self.rank}", Report(None))
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -111,20 +124,13 @@ class FileAgreement(Agreement):
     def _clear(self) -> None:
         """Remove what this meeting has written, and all else, unless somebody has come for the next one already."""
         for rank, hello in self._hellos.items():
-            if self._get(f"hello-{rank}") == hello:
-                self._unlink(f"hello-{rank}")
-        for hello in (self._own, *self._hellos.values()):
-            if hello.lock is not None:
-                self._unlink(hello.lock)
-        self._unlink("opening")
-        for path in self._directory.glob(f"*-{self._meeting}-*"):
-            self._unlink(path.name)
-        if not any(map(is_held, self._directory.glob(f"{ALIVE}*"))):
-            shutil.rmtree(self._directory, ignore_errors=True)
-
-    def _unlink(self, name: str) -> None:
-        with contextlib.suppress(OSError):
-            os.unlink(self._directory / name)
+            if self._get(f"hello-{rank}", Hello) == hello:
+                self._folder.remove(f"hello-{rank}")
+        everyone = {COORDINATOR: self._own, **self._hellos}
+        self._folder.remove("opening", *(hello.lock_of(rank) for rank, hello in everyone.items()))
+        self._folder.remove(*(name for name in self._folder.names() if f"-{self._meeting}-" in name))
+        if not any(is_held(self._path(name)) for name in self._folder.names() if name.startswith(ALIVE)):
+            self._folder.remove_all()
 
     # ---------------------------------------------------------------- meeting
 
@@ -137,12 +143,12 @@ class FileAgreement(Agreement):
         deadline = time.monotonic() + self._timeout
         while True:
             if [rank for rank, hello in self._heard().items() if self._has_come(rank, hello)]:
-                self._put("opening", Opening(own, self._hellos))
+                self._folder.put("opening", Opening(own, self._hellos))
             # Its first report says that a rank has seen this opening.
             waiting = {
                 rank: f"report-{own.number}-1-{rank}"
                 for rank in range(1, self.world_size)
-                if not self._has_ended(rank) and not (self._directory / f"report-{own.number}-1-{rank}").exists()
+                if not self._has_ended(rank) and not self._folder.holds(f"report-{own.number}-1-{rank}")
             }
             if not waiting:
                 return
@@ -155,10 +161,10 @@ class FileAgreement(Agreement):
         hello = self._own
         deadline = time.monotonic() + self._timeout
         while True:
-            if not (self._directory / f"hello-{self.rank}").exists():
-                self._put(*self._greeting())  # The end of an older run has removed it.
+            if not self._folder.holds(f"hello-{self.rank}"):
+                self._greet()  # The end of an older run has removed it.
             has_ended = self._has_ended(COORDINATOR)
-            opening = self._get("opening")
+            opening = self._get("opening", Opening)
             if opening is not None:
                 self._has_come(COORDINATOR, opening.coordinator)
                 if opening.others.get(self.rank) == hello:
@@ -172,9 +178,9 @@ class FileAgreement(Agreement):
     def _heard(self) -> dict[int, Hello]:
         """The hellos that are there for this rank to read: the coordinator's, or all but the coordinator's."""
         if not self.is_coordinator:
-            opening = self._get("opening")
+            opening = self._get("opening", Opening)
             return {} if opening is None else {COORDINATOR: opening.coordinator}
-        found = {rank: self._get(f"hello-{rank}") for rank in range(1, self.world_size)}
+        found = {rank: self._get(f"hello-{rank}", Hello) for rank in range(1, self.world_size)}
         return {rank: hello for rank, hello in found.items() if hello is not None}
 
     def _has_come(self, rank: int, hello: Hello) -> bool:
@@ -186,29 +192,32 @@ class FileAgreement(Agreement):
 
     def _hello(self) -> Hello:
         """This rank, with a lock that ends when it does; see Note [Who has ended]."""
-        name = f"{ALIVE}{self.rank}-{self._number}"
+        hello = Hello(self._number, _host(), True)
         while True:
-            self._directory.mkdir(parents=True, exist_ok=True)
+            self._folder.make()
+            self._folder.names()  # refuses a folder that is not this user's alone
             with contextlib.suppress(FileNotFoundError):  # The end of an older run removes the directory.
-                self._lock = hold_lock(self._directory / name)
-                break
-        return Hello(self._number, _host(), None if self._lock is None else name)
+                self._lock = hold_lock(self._path(hello.lock_of(self.rank)))
+                return hello._replace(is_locked=self._lock is not None)
 
-    def _greeting(self) -> tuple[str, Any]:
-        """The name and the content of the first file that this rank writes."""
-        return ("opening", Opening(self._own, {})) if self.is_coordinator else (f"hello-{self.rank}", self._own)
+    def _greet(self) -> None:
+        """Write the first file of this rank."""
+        if self.is_coordinator:
+            self._folder.put("opening", Opening(self._own, {}))
+        else:
+            self._folder.put(f"hello-{self.rank}", self._own)
 
     # ---------------------------------------------------------------- waiting
 
-    def _collect(self, stem: str) -> dict[int, Any]:
+    def _collect(self, stem: str) -> dict[int, Report]:
         """What each other rank puts under ``<stem>-<rank>``; those that never will are lost from now on."""
         waiting = {rank: f"{stem}-{rank}" for rank in range(1, self.world_size) if rank not in self._lost}
-        found: dict[int, Any] = {}
+        found: dict[int, Report] = {}
         deadline = time.monotonic() + self._timeout
         while waiting:
             for rank, name in list(waiting.items()):
                 has_ended = self._has_ended(rank)  # asked first: what it wrote before its end counts
-                value = self._get(name)
+                value = self._report(name)
                 if value is not None:
                     found[rank] = value
                 elif has_ended:
@@ -223,11 +232,11 @@ class FileAgreement(Agreement):
                 time.sleep(_PAUSE)
         return found
 
-    def _wait_for(self, rank: int, name: str) -> Any:
+    def _wait_for(self, rank: int, name: str) -> Report:
         deadline = time.monotonic() + self._timeout
         while True:
             has_ended = self._has_ended(rank)
-            value = self._get(name)
+            value = self._report(name)
             if value is not None:
                 return value
             if has_ended:
@@ -238,46 +247,55 @@ class FileAgreement(Agreement):
 
     def _has_ended(self, rank: int) -> bool:
         """Whether a rank is known to have ended after it said hello."""
-        return rank in self._hellos and self._is_over(self._hellos[rank])
+        return rank in self._hellos and self._is_over(rank, self._hellos[rank])
 
-    def _is_over(self, hello: Hello) -> bool:
-        if hello.lock is None or hello.host != _host():
+    def _is_over(self, rank: int, hello: Hello) -> bool:
+        if not hello.is_locked or hello.host != _host():
             return False
-        path = self._directory / hello.lock
+        path = self._path(hello.lock_of(rank))
         return path.exists() and not is_held(path)
 
     def _miss(self, names: Mapping[int, str]) -> None:
         self._lost |= {rank: self._missing(rank, name) for rank, name in names.items()}
 
     def _ended(self, rank: int, name: str) -> LostRankError:
-        return LostRankError(f"the process of rank {rank} has ended without writing '{self._directory / name}'")
+        return LostRankError(f"the process of rank {rank} has ended without writing '{self._path(name)}'")
 
     def _missing(self, rank: int, name: str) -> LostRankError:
         return LostRankError(
             f"rank {self.rank} waited {self._timeout:.0f} s for rank {rank}, which has not written "
-            f"'{self._directory / name}': it is on another host and has ended there, or was never started, or does not "
+            f"'{self._path(name)}': it is on another host and has ended there, or was never started, or does not "
             "see this directory"
         )
 
     # ---------------------------------------------------------------- files
 
-    def _put(self, name: str, value: Any) -> None:
-        aside = self._directory / f".{name}.{self._number}"
-        for attempt in range(100):
-            try:
-                aside.write_bytes(pickle.dumps(value))
-                os.replace(aside, self._directory / name)
-                return
-            except FileNotFoundError:  # The end of an older run removes the directory.
-                if attempt == 99:
-                    raise
-                self._directory.mkdir(parents=True, exist_ok=True)
+    def _path(self, name: str) -> Path:
+        return self._folder.path / name
 
-    def _get(self, name: str) -> Any:
+    def _get(self, name: str, kind: type) -> Any:
+        """A hello or an opening; None also for one that cannot be read, see Note [Rounds in files]."""
+        with contextlib.suppress(MessageError):
+            found = self._folder.get(name, kind)
+            hellos = [found] if kind is Hello else [found.coordinator, *found.others.values()] if found else []
+            if all(hello is None or _NUMBER.fullmatch(hello.number) for hello in hellos):
+                return found
+        return None
+
+    def _report(self, name: str) -> Report | None:
+        """A report or a verdict, if it is there; one that cannot be read is one of a failure."""
         try:
-            return pickle.loads((self._directory / name).read_bytes())
-        except (FileNotFoundError, EOFError):
-            return None
+            return self._folder.get(name, Report)
+        except MessageError as error:
+            return failure(error)
+
+
+def _encoded(report: Report) -> bytes:
+    """The bytes of a report; where it holds what cannot be sent, of one that says so."""
+    try:
+        return encode_message(report)
+    except TypeError as error:
+        return encode_message(failure(error))
 
 
 def _host() -> str:

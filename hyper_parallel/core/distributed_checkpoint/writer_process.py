@@ -1,22 +1,20 @@
 """The process that writes checkpoints in the background, one beside every rank. It never imports a framework.
 
-It gets jobs from its rank (the *parent*) over a socket, with the bytes in shared memory. It agrees with the writer
-processes of the other ranks over connections of its own, a star around that of rank 0, so that training is not
-disturbed. See Note [Slow is not dead] in ``background.py``.
+It gets connections and jobs from its rank (the *parent*) over a socket, with the bytes in shared memory. It agrees with
+the writer processes of the other ranks over these connections, a star around that of rank 0, so that training is not
+disturbed. It listens to nobody. See the notes in ``background.py`` and ``writer_links.py``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import mmap
 import os
 import pickle
-import selectors
+import resource
 import socket
 import struct
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import wait
@@ -24,14 +22,20 @@ from typing import Any
 
 import numpy as np
 
-from hyper_parallel.core.distributed_checkpoint.agreement import COORDINATOR, Agreement, AloneAgreement, GroupAgreement
+from hyper_parallel.core.distributed_checkpoint.agreement import Agreement, AloneAgreement, GroupAgreement, Report
 from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError, CorruptCheckpointError, LostRankError
 from hyper_parallel.core.distributed_checkpoint.index_file import CheckpointIndex, StoredObject, encode_index
+from hyper_parallel.core.distributed_checkpoint.messages import (
+    MAX_MESSAGE_BYTES,
+    MessageError,
+    decode_message,
+    encode_message,
+)
 from hyper_parallel.core.distributed_checkpoint.metadata import MetadataIndex
 from hyper_parallel.core.distributed_checkpoint.shard_file import RankReport, StagedItem, write_shards
 
 _LENGTH = struct.Struct("<Q")
-HELLO = struct.Struct("<16sI")  # the session's token, and a rank
+MAX_FILES = 64  # that go with one message
 
 
 class ParentGone(Exception):
@@ -39,17 +43,8 @@ class ParentGone(Exception):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Messages
+# Messages between a rank and its own writer: pickles, see Note [How a writer is started] in ``background.py``
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-def send_message(connection: socket.socket, value: Any) -> None:
-    """A value, pickled."""
-    data = pickle.dumps(value)
-    head = _LENGTH.pack(len(data))
-    connection.sendall(head + data if len(data) < 1 << 16 else head)
-    if len(data) >= 1 << 16:
-        connection.sendall(data)
 
 
 def hand_over(connection: socket.socket, value: Any, files: tuple[int, ...] = ()) -> None:
@@ -85,7 +80,7 @@ def _receive_exactly(
             if connection not in ready and not wait([connection], 0):
                 raise ParentGone
         if files is not None:
-            part, found, _, _ = socket.recv_fds(connection, length - len(data), 4)
+            part, found, _, _ = socket.recv_fds(connection, length - len(data), MAX_FILES + 1)
             files += found
         else:
             part = connection.recv(min(length - len(data), 1 << 20))
@@ -93,6 +88,26 @@ def _receive_exactly(
             raise EOFError
         data += part
     return data
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Messages between writers: plain data, see ``messages.py``
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _send_plain(connection: socket.socket, value: Any) -> None:
+    data = encode_message(value)
+    head = _LENGTH.pack(len(data))
+    connection.sendall(head + data if len(data) < 1 << 16 else head)
+    if len(data) >= 1 << 16:
+        connection.sendall(data)
+
+
+def _receive_plain(connection: socket.socket) -> Any:
+    (length,) = _LENGTH.unpack(_receive_exactly(connection, _LENGTH.size, None))
+    if length > MAX_MESSAGE_BYTES:
+        raise MessageError(f"a message of {length} bytes is refused: {MAX_MESSAGE_BYTES} are the most")
+    return decode_message(_receive_exactly(connection, length, None))
 
 
 class WriterAgreement(GroupAgreement):
@@ -103,21 +118,26 @@ class WriterAgreement(GroupAgreement):
         self._links = links
         self._dead = set()
 
-    def _send(self, report: Any, rank: int) -> None:
+    def _send(self, report: Report, rank: int) -> None:
         try:
-            send_message(self._links[rank], report)
+            _send_plain(self._links[rank], report)
         except OSError as error:
             raise self._loss(rank, error) from error
 
-    def _receive(self, rank: int) -> Any:
+    def _receive(self, rank: int) -> Report:
         try:
-            return receive_message(self._links[rank])[0]
-        except (OSError, EOFError) as error:
+            report = _receive_plain(self._links[rank])
+            if not isinstance(report, Report):
+                raise MessageError(f"a {type(report).__name__} is no report")
+            return report
+        except (OSError, EOFError, MessageError) as error:
             raise self._loss(rank, error) from error
 
-    def _loss(self, rank: int, error: BaseException) -> LostRankError:
+    def _loss(self, rank: int, error: Exception) -> LostRankError:
+        self._links[rank].close()  # Who says nonsense is not listened to any more.
+        how = f"says what nobody can follow ({error})" if isinstance(error, MessageError) else "is gone"
         return LostRankError(
-            f"the process that writes the checkpoint for rank {rank} is gone, as rank {self.rank} learns"
+            f"the process that writes the checkpoint for rank {rank} {how}, as rank {self.rank} learns"
         )
 
 
@@ -219,31 +239,40 @@ def complete_index(
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def serve(setup: dict[str, Any]) -> None:
+def main(control: int) -> None:
+    """The program. ``control`` is the file of the socket from which the parent is heard."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # There are as many connections as ranks.
+    serve(socket.socket(fileno=control))
+
+
+def serve(control: socket.socket) -> None:
     """Do one job after the other until the parent closes the connection or ends; a job that has begun is finished."""
-    control = socket.socket(fileno=setup["control"])
-    parent: int = setup["parent"]  # a file that is readable when the parent has ended
+    parent: int | None = None  # a file that is readable when the parent has ended
+    rank, world_size = 0, 1
     links: dict[int, socket.socket] = {}
     memory: Memory | None = None
     try:
-        if setup["listener"] is not None:
-            links = _accept(socket.socket(fileno=setup["listener"]), setup, parent)
-        elif setup["link"] is not None:
-            links = {COORDINATOR: socket.socket(fileno=setup["link"])}
         while True:
             (kind, value), files = receive_message(control, parent)
-            if kind == "memory":
+            if kind == "rank":
+                rank, world_size = value
+                (parent,) = files
+            elif kind == "links":
+                links |= {rank: socket.socket(fileno=file) for rank, file in zip(value, files, strict=True)}
+            elif kind == "memory":
                 memory = None  # before the new one: only one of them at a time
                 memory = Memory(files[0], value)
             else:
-                _say(control, _gently(_answer, value, memory, setup, links))
+                agreement = WriterAgreement(rank, links, world_size) if world_size > 1 else AloneAgreement()
+                _say(control, _gently(_answer, value, memory, agreement))
     except (EOFError, ParentGone):
         pass
 
 
 def _say(control: socket.socket, message: Any) -> None:
     with contextlib.suppress(OSError):  # The parent may have ended meanwhile.
-        send_message(control, message)
+        hand_over(control, message)
 
 
 def _gently(function: Callable[..., Any], *args: Any) -> Any:
@@ -252,10 +281,7 @@ def _gently(function: Callable[..., Any], *args: Any) -> Any:
         return pool.submit(function, *args).result()
 
 
-def _answer(job: dict[str, Any], memory: Memory | None, setup: dict[str, Any], links: dict[int, socket.socket]) -> Any:
-    agreement: Agreement = AloneAgreement()
-    if setup["world_size"] > 1:
-        agreement = WriterAgreement(setup["rank"], links, setup["world_size"])
+def _answer(job: dict[str, Any], memory: Memory | None, agreement: Agreement) -> Any:
     try:
         return "done", run_job(job, memory, agreement)
     except Exception as error:
@@ -263,41 +289,3 @@ def _answer(job: dict[str, Any], memory: Memory | None, setup: dict[str, Any], l
         kind = "lost" if isinstance(error, LostRankError) else kind
         text = str(error) if isinstance(error, CheckpointError) else f"saving failed: {type(error).__name__}: {error}"
         return "failed", (kind, text)
-
-
-def _accept(listener: socket.socket, setup: dict[str, Any], parent: int) -> dict[int, socket.socket]:
-    """The connections from all other ranks; strangers, who do not know the token, are sent away."""
-    token = bytes.fromhex(setup["token"])
-    links: dict[int, socket.socket] = {}
-    with selectors.DefaultSelector() as selector:
-        selector.register(listener, selectors.EVENT_READ)
-        selector.register(parent, selectors.EVENT_READ)
-        heard: dict[socket.socket, bytearray] = {}
-        while len(links) < setup["world_size"] - 1:
-            for key, _ in selector.select():
-                if key.fileobj == parent:
-                    raise ParentGone
-                if key.fileobj is listener:
-                    connection, _ = listener.accept()
-                    heard[connection] = bytearray()
-                    selector.register(connection, selectors.EVENT_READ)
-                    continue
-                connection = key.fileobj  # type: ignore[assignment]
-                part = connection.recv(HELLO.size - len(heard[connection]))
-                heard[connection] += part
-                if part and len(heard[connection]) < HELLO.size:
-                    continue
-                selector.unregister(connection)
-                hello = heard.pop(connection)
-                if part and HELLO.unpack(hello)[0] == token:
-                    links[HELLO.unpack(hello)[1]] = connection
-                else:
-                    connection.close()
-        for stranger in heard:
-            stranger.close()
-    listener.close()
-    return links
-
-
-if __name__ == "__main__":
-    serve(json.loads(sys.argv[1]))
