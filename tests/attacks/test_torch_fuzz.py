@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import math
 import pathlib
 import pickle
 import struct
@@ -16,7 +17,17 @@ from hyper_parallel.core.distributed_checkpoint.torch_globals import known_globa
 from hyper_parallel.core.distributed_checkpoint.torch_pickle import read_pickle
 from tests.attacks.confined import run_confined
 from tests.attacks.mutations import damaged_bytes, damaged_data, try_all
-from tests.attacks.torch_samples import DATA_FILE, a_pickle, an_archive, called, named, number, read_all, text
+from tests.attacks.torch_samples import (
+    DATA_FILE,
+    a_pickle,
+    an_archive,
+    called,
+    named,
+    number,
+    read_all,
+    tensor_pickle,
+    text,
+)
 
 only_on = "torch"  # reads files; PyTorch writes some of them
 
@@ -209,21 +220,20 @@ def _metadata(described: Any) -> bytes:
 
 
 def damage_content(real: str, folder: str, num: int) -> dict[str, int]:
-    (Path(folder) / DATA_FILE).write_bytes((Path(real) / DATA_FILE).read_bytes())
-    boxes = [((0, 0), (2, 6)), ((2, 0), (2, 3)), ((2, 3), (2, 3))]
-    sample = {
-        "tensors": {
-            "w": {"shape": [4, 6], "chunks": [{"at": list(at), "sizes": list(sizes)} for at, sizes in boxes]},
-            "s": {"shape": [], "chunks": [{"at": [], "sizes": []}]},
-        },
-        "places": [
-            *(
-                {"name": "w", "at": list(at), "file": DATA_FILE, "start": 2000 * n, "length": 2000}
-                for n, (at, _) in enumerate(boxes)
-            ),
-            {"name": "s", "at": [], "file": DATA_FILE, "start": 6000, "length": 1500},
-        ],
-    }
+    boxes = [("w", (0, 0), (2, 6)), ("w", (2, 0), (2, 3)), ("w", (2, 3), (2, 3)), ("s", (), ())]
+    tensors: dict[str, Any] = {"w": {"shape": [4, 6], "chunks": []}, "s": {"shape": [], "chunks": []}}
+    places, content = [], b""
+    for name, at, sizes in boxes:
+        strides = (sizes[1], 1) if sizes else ()
+        archive = an_archive({"data.pkl": tensor_pickle(sizes, strides), "data/0": bytes(4 * math.prod(sizes))})
+        tensors[name]["chunks"].append({"at": list(at), "sizes": list(sizes)})
+        place = {"name": name, "at": list(at), "file": DATA_FILE, "start": len(content), "length": len(archive)}
+        places.append(place)
+        content += archive
+    (Path(folder) / DATA_FILE).write_bytes(content)
+    sample = {"tensors": tensors, "places": places}
+    (Path(folder) / ".metadata").write_bytes(_metadata(sample))
+    read_all(folder)
 
     def read(described: Any) -> None:
         data = _metadata(described) if isinstance(described, dict) else b""
