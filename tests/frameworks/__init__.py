@@ -3,7 +3,7 @@
 A test makes its inputs and what it expects with PyTorch, in one process. What is tested comes from here:
 ``collectives``, ``differentiable``, ``dist`` and the like. On PyTorch these are the platform's own functions. On
 MindSpore they are the same functions behind a bridge (``bridge.py``): tensors cross with their values, dtype and
-strides, what is written in place is written back, gradients of any order cross too. ``known_dtypes`` leaves out what
+strides, what is written in place is written back, gradients cross too. ``known_dtypes`` leaves out what
 the framework has no numbers for.
 
 Where the subject keeps tensors (parameters, graphs, distributed tensors) a test works on the framework's own, made and
@@ -37,6 +37,7 @@ from tests.frameworks.values import (
     known_names,
     leaf,
     named,
+    needs_second_gradients,
     on_mindspore,
     ours,
     parameter,
@@ -117,6 +118,7 @@ __all__ = [
     "known_names",
     "leaf",
     "named",
+    "needs_second_gradients",
     "on_mindspore",
     "ours",
     "over_the_bridge",

@@ -163,7 +163,7 @@ def _over(crossing: _Crossing, value: Any) -> Any:
 
 
 class _Bridge(torch.autograd.Function):
-    """A function of MindSpore as a node of PyTorch's graph; its backward is another one, so any order works."""
+    """A function of MindSpore as a node of PyTorch's graph; its backward is another one."""
 
     @staticmethod
     def forward(ctx: Any, function: Callable[..., Any], *tensors: torch.Tensor) -> Any:
@@ -180,13 +180,14 @@ class _Bridge(torch.autograd.Function):
         tensors, function = ctx.saved_tensors, ctx.function
         num_inputs = len(tensors)
         wanted = [place for place in range(num_inputs) if ctx.needs_input_grad[place + 1]]
+        is_recorded = torch.is_grad_enabled()  # so under create_graph
 
         def derivative(*values: ms.Tensor) -> Any:
             inputs, seeds = values[:num_inputs], values[num_inputs:]
             outputs = function(*inputs)
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
             targets = [inputs[place] for place in wanted]
-            found = gradients.grad(outputs, targets, seeds, create_graph=True, allow_unused=True)
+            found = gradients.grad(outputs, targets, seeds, create_graph=is_recorded, allow_unused=True)
             return tuple(
                 full_like(target, 0) if gradient is None else gradient
                 for target, gradient in zip(targets, found, strict=True)

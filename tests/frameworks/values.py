@@ -10,6 +10,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 
 import hyper_parallel
@@ -17,6 +18,9 @@ from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.trees import map_leaves
 
 on_mindspore = os.environ.get("HYPER_PARALLEL_PLATFORM", "torch").lower() == "mindspore"
+needs_second_gradients = pytest.mark.skipif(
+    on_mindspore, reason="MindSpore on a CPU refuses them: tests/platform/test_mindspore_second_gradients.py"
+)
 
 if on_mindspore:
     import mindspore

@@ -95,7 +95,7 @@ def assert_same_as_one_process(
         assert torch.equal(mine, inputs[rank]), "the input was changed"
         loss = losses([output], [weights[rank]], kind)[0]
 
-        second_order = kind == "curved"
+        second_order = kind == "curved" and not on_mindspore  # which refuses them on a CPU
         grads = torch.autograd.grad(reference_loss, leaves, create_graph=second_order, allow_unused=True)
         grads = [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves, grads, strict=True)]
         (grad,) = torch.autograd.grad(loss, mine, create_graph=second_order)
@@ -297,6 +297,7 @@ def test_reduce_scatter_cuts_by_the_chunk_rule() -> None:
 @in_each_group
 def test_vary(group: Any | None) -> None:
     """The same leaf on every rank, used by each in its own way: its gradient is the sum."""
+    second_order = not on_mindspore
     rank, num_ranks = place(group)
     shared = make_inputs([(2, 3)])[0]
     others = make_inputs([(2, 3)] * num_ranks)
@@ -309,10 +310,11 @@ def test_vary(group: Any | None) -> None:
     mine = shared.clone().requires_grad_()
     output = functions.vary(mine, group)
     assert torch.equal(output, mine)
-    (grad,) = torch.autograd.grad((output**2 * others[rank]).sum(), mine, create_graph=True)
+    (grad,) = torch.autograd.grad((output**2 * others[rank]).sum(), mine, create_graph=second_order)
     torch.testing.assert_close(grad, expected)
-    (second,) = torch.autograd.grad((grad**2).sum(), mine)
-    torch.testing.assert_close(second, expected_second)
+    if second_order:
+        (second,) = torch.autograd.grad((grad**2).sum(), mine)
+        torch.testing.assert_close(second, expected_second)
 
 
 @run_on_ranks(*WORLDS)

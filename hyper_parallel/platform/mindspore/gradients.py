@@ -16,7 +16,7 @@ from typing import Any
 from mindspore import Tensor
 
 from hyper_parallel.platform.mindspore import private_api, start
-from hyper_parallel.platform.mindspore.second_gradients import hand_on_copies
+from hyper_parallel.platform.mindspore.second_gradients import check_create_graph
 from hyper_parallel.platform.mindspore.tensors import full_like
 
 __all__ = ["backward", "get_grad", "grad", "needs_grad", "requires_grad", "set_grad"]
@@ -43,6 +43,7 @@ def backward(
     inputs: Sequence[Tensor] = (),
 ) -> None:
     """Add the gradients of ``tensors`` to the leaves they were computed from; without ``gradients`` of scalars."""
+    check_create_graph(create_graph)
     roots, seeds = _roots_and_seeds("backward", tensors, gradients)
     _run(roots, seeds, retain_graph or create_graph, create_graph, tuple(inputs), True)
 
@@ -56,6 +57,7 @@ def grad(
     allow_unused: bool = False,
 ) -> tuple[Tensor | None, ...]:
     """The gradients of ``outputs`` with respect to ``inputs``; nothing is added to any ``grad``."""
+    check_create_graph(create_graph)
     roots, seeds = _roots_and_seeds("grad", outputs, grad_outputs)
     inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
     keep = create_graph if retain_graph is None else retain_graph
@@ -115,12 +117,7 @@ def _run(
     inputs: tuple[Tensor, ...],
     accumulates: bool,
 ) -> Any:
-    if start.on_ascend():
-        hooks = []
-    elif create_graph:
-        hooks = hand_on_copies(roots, seeds, _take_copies)
-    else:
-        hooks = [node.register_prehook(_take_copies) for node in _leaves(roots)]
+    hooks = [] if start.on_ascend() else [node.register_prehook(_take_copies) for node in _leaves(roots)]
     try:
         if accumulates:
             return private_api.run_backward(roots, seeds, retain_graph, create_graph, inputs)

@@ -152,17 +152,6 @@ def node_number(node: Any) -> int:
     return node._unique_id()
 
 
-def node_name(node: Any) -> str:
-    """The operator's name, or that of an autograd function's class."""
-    return node.name()
-
-
-def result_shape(node: Any) -> tuple[int, ...] | None:
-    """The shape of what a node's operator has computed; None where it is not known, as of autograd functions."""
-    results = getattr(node, "_input_metadata", None)
-    return tuple(results[0].shape) if results else None
-
-
 def nodes_before(node: Any) -> list[Any]:
     """The nodes whose results went into this one; none for a leaf's."""
     return [before for before, _ in node.next_functions if before is not None]
