@@ -61,7 +61,7 @@ _METHODS = """
     masked_fill maximum minimum mul ne neg pow reciprocal relu remainder round rsqrt sigmoid sign sin sqrt square sub
     tanh trunc
 """
-_STEADY = ("log", "pow")  # see ``steady.py``
+_SAME_BITS = ("log", "pow")  # see ``same_bits.py``
 _CASTS = ("bool", "byte", "double", "half", "int", "long", "short", "bfloat16")
 _OPERANDS = (Tensor, int, float, complex, np.number, np.bool_)
 
@@ -84,7 +84,7 @@ def give_operators(dispatch: Dispatch) -> None:
     for name in _METHODS.split():
         plain = getattr(Tensor, name, None)
         if plain is not None and not isinstance(plain, types.FunctionType):
-            op = NEUTRAL[name] if name in _STEADY else _named(name, _calling(plain))
+            op = NEUTRAL[name] if name in _SAME_BITS else _named(name, _calling(plain))
             setattr(DTensorBase, name, _method(name, op, dispatch))
     for name in ("T", "mT", "mH", "H"):
         if hasattr(Tensor, name):

@@ -15,12 +15,12 @@ from hyper_parallel.platform.mindspore import (  # noqa: F401
     dtensor_ops_reductions,
     dtensor_ops_shapes,
     dtensor_ops_writes,
-    steady,
+    same_bits,
 )
 from hyper_parallel.platform.mindspore.dtensor_neutral import NEUTRAL, neutral
 
 __all__ = ["NEUTRAL"]
 
 # Those with the same bits on every rank have a file without DTensors to themselves.
-for _name in steady.__all__:
-    neutral(getattr(steady, _name))
+for _name in same_bits.__all__:
+    neutral(getattr(same_bits, _name))

@@ -8,7 +8,7 @@ from typing import Any
 import mindspore as ms
 from mindspore import mint, ops
 
-from hyper_parallel.platform.mindspore import steady, tensors
+from hyper_parallel.platform.mindspore import same_bits, tensors
 from hyper_parallel.platform.mindspore.dtensor_empty import zeros_of
 from hyper_parallel.platform.mindspore.dtensor_neutral import neutral
 from hyper_parallel.platform.mindspore.start import on_ascend
@@ -128,10 +128,10 @@ def std_mean(input: Any, dim: Any = None, unbiased: bool = True, keepdim: bool =
 
 @neutral
 def logsumexp(input: Any, dim: Any, keepdim: bool = False) -> Any:
-    """Of logarithms that are the same on every rank; see ``steady.py``."""
+    """Of logarithms that are the same on every rank; see ``same_bits.py``."""
     highest = mint.amax(input, dim, True).data
     highest = highest.masked_fill(ops.isinf(highest), 0)
-    result = steady.log(_sum(mint.exp(input - highest), dim, keepdim))
+    result = same_bits.log(_sum(mint.exp(input - highest), dim, keepdim))
     return result + (highest if keepdim else highest.reshape(result.shape))
 
 

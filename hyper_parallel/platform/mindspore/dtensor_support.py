@@ -13,7 +13,7 @@ from mindspore import Parameter, Tensor, mint, nn
 
 from hyper_parallel.platform.collective_observers import observe
 from hyper_parallel.platform.mindspore import dtensor_ops_reductions as reductions
-from hyper_parallel.platform.mindspore import private_api, steady
+from hyper_parallel.platform.mindspore import private_api, same_bits
 from hyper_parallel.platform.mindspore.dtensor_base import DTensorBase, as_dtensor, local_alias
 from hyper_parallel.platform.mindspore.dtensor_ops_writes import copy_
 from hyper_parallel.platform.mindspore.groups import get_process_group_ranks
@@ -235,7 +235,7 @@ def vector_norm(tensor: Any, p: float, dims: Sequence[int], keepdim: bool) -> An
         return reductions.sum(magnitudes, dims, keepdim)
     if p == 2:
         return mint.sqrt(reductions.sum(tensor * tensor, dims, keepdim))
-    return steady.power(reductions.sum(steady.power(magnitudes, p), dims, keepdim), 1.0 / p)
+    return same_bits.power(reductions.sum(same_bits.power(magnitudes, p), dims, keepdim), 1.0 / p)
 
 
 def result_like(func: Callable[..., Any], results: Sequence[Any]) -> Any:

@@ -16,7 +16,7 @@ from mindspore import Tensor, ops
 
 from hyper_parallel.platform.mindspore import collectives, private_api
 from hyper_parallel.platform.mindspore.memory import write
-from hyper_parallel.platform.mindspore.steady import power
+from hyper_parallel.platform.mindspore.same_bits import power
 from hyper_parallel.platform.mindspore.tensors import cat, detached, full, is_meta, tensor_type_cast, zeros
 from hyper_parallel.platform.tensor_arguments import listed_tensors
 

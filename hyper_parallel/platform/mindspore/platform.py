@@ -31,9 +31,9 @@ from hyper_parallel.platform.mindspore import (
     overlap,
     parameter_uses,
     raw_bits,
+    same_bits,
     start,  # isort: split - the first of all: it checks and configures
     state,
-    steady,
     symmetric_memory,
     tensors,
 )
@@ -86,8 +86,8 @@ class MindSporePlatform(Platform):
     # Named otherwise in their rooms, or known to two of them.
     _create_group = staticmethod(groups.make_group)
     copied = staticmethod(dtensor_ops_creation.clone)
-    logarithm = staticmethod(steady.log)
-    power = staticmethod(steady.power)
+    logarithm = staticmethod(same_bits.log)
+    power = staticmethod(same_bits.power)
     grad = staticmethod(dtensor_gradients.grad)
     get_op_name = staticmethod(dtensor_functions.get_op_name)
     detached = staticmethod(dtensor_base.detached)

@@ -1,7 +1,7 @@
 """Gradients of gradients on a CPU: an error, since MindSpore 2.10 gives wrong ones without a word.
 
-What the nodes of its tape compute in a backward that is recorded is not connected where a reshape is among it, as in the
-gradients of sums, matrix products and norms. A part of the second gradient is then missing::
+What the nodes of its tape compute in a backward that is recorded is not connected where a reshape is among it, as in
+the gradients of sums, matrix products and norms. A part of the second gradient is then missing::
 
     def fourth_power(x):
         return ((x * x).reshape(1) ** 2).sum()
