@@ -6,6 +6,7 @@ import collections
 import math
 import pathlib
 import pickle
+import random
 import struct
 from pathlib import Path
 from typing import Any
@@ -13,18 +14,22 @@ from typing import Any
 import pytest
 
 from hyper_parallel.core.distributed_checkpoint.errors import CorruptCheckpointError
-from hyper_parallel.core.distributed_checkpoint.torch_globals import known_global
+from hyper_parallel.core.distributed_checkpoint.torch_globals import known_global, stored_part
+from hyper_parallel.core.distributed_checkpoint.torch_metadata import read_metadata
 from hyper_parallel.core.distributed_checkpoint.torch_pickle import read_pickle
+from hyper_parallel.core.distributed_checkpoint.torch_plain import check_plain
 from tests.attacks.confined import run_confined
 from tests.attacks.mutations import damaged_bytes, damaged_data, try_all
 from tests.attacks.torch_samples import (
     DATA_FILE,
+    MEMOIZE,
     a_pickle,
     an_archive,
     called,
     named,
     number,
     read_all,
+    recalled,
     tensor_pickle,
     text,
 )
@@ -245,3 +250,51 @@ def damage_content(real: str, folder: str, num: int) -> dict[str, int]:
 
 def test_metadata_that_says_other_things(real, tmp_path, sweep):
     _run("damage_content", real, tmp_path, 10_000 if sweep else 250)
+
+
+# ---------------------------------------------------------------- opcodes in any order
+
+_NAMES = (
+    *(("collections", name) for name in ("OrderedDict", "defaultdict", "Counter", "deque")),
+    *(("builtins", name) for name in ("set", "frozenset", "complex", "bytes", "bytearray", "range", "slice", "list")),
+    *(("torch", name) for name in ("Size", "float32", "FloatStorage")),
+    *(("torch._utils", name) for name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter")),
+    *((_MODULE, name) for name in ("Metadata", "MetadataIndex", "TensorProperties", "_MEM_FORMAT_ENCODING")),
+    *(("_codecs", "encode"), ("pathlib", "PosixPath"), ("torch.serialization", "_get_layout")),
+)
+_LEAVES = (
+    *(b"N", b"\x88", b"K\1", number(-5), number(1 << 70), b"G" + struct.pack(">d", 1.5), b"C\1x", b"]", b"}", b")"),
+    *(b"\x8f", *map(text, ("a", "latin1", "storage", "fqn", "offset", "chunks", "_metadata", "state_dict_metadata"))),
+)
+_OPCODES = tuple(bytes([code]) for code in b"RRR\x81\x81bbbt\x85\x86\x87aesu\x90\x91Q\x93((")
+
+
+def run_programs(real: str, folder: str, num: int) -> dict[str, int]:
+    draw = random.Random(0)
+
+    def program() -> bytes:
+        parts, num_kept = [], 0
+        for _ in range(draw.randrange(1, 60)):
+            kind = draw.randrange(10)
+            if kind == 0:
+                parts.append(MEMOIZE)
+                num_kept += 1
+            elif kind == 1 and num_kept:
+                parts.append(recalled(draw.randrange(num_kept)))
+            else:
+                parts.append(named(*draw.choice(_NAMES)) if kind == 2 else draw.choice((_LEAVES, _OPCODES)[kind % 2]))
+        return a_pickle(*parts)
+
+    def read(data: bytes) -> None:
+        try:
+            read_metadata(data)
+        except ValueError:
+            value = read_pickle(data, known_global, draw.choice((None, stored_part)))
+            check_plain(value, len(data))
+            repr(value)
+
+    return _try((program() for _ in range(num)), read, folder)
+
+
+def test_opcodes_in_any_order(real, tmp_path, sweep):
+    _run("run_programs", real, tmp_path, 10_000 if sweep else 2_000)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from hyper_parallel.core.distributed_checkpoint.shown_text import shown
 
 _MAX_DIRECTORY = 1 << 20  # That of a tensor has about 500 bytes.
 _TAIL = 1 << 10
@@ -77,14 +79,14 @@ class Archive:
             name = self._entries[name_at : name_at + name_length]
             if name.partition(b"/")[2] == wanted:
                 if found is not None:
-                    raise ValueError(f"it has two members {ending!r}")
+                    raise ValueError(f"it has two members '{shown(ending)}'")
                 extra = self._entries[name_at + name_length : name_at + name_length + extra_length]
                 found = fields, extra
         if found is None:
-            raise ValueError(f"it has no member {ending!r}")
+            raise ValueError(f"it has no member '{shown(ending)}'")
         return self._placed(ending, *found)
 
-    def _placed(self, ending: str, fields: tuple, extra: bytes) -> Member:
+    def _placed(self, ending: str, fields: tuple[Any, ...], extra: bytes) -> Member:
         flags, method, crc32, packed_size, size, header_at = fields[3], fields[4], *fields[7:10], fields[16]
         if _LARGE in (packed_size, size, header_at):
             large = iter(_large_numbers(extra))
@@ -92,13 +94,13 @@ class Archive:
                 next(large, 0) if number == _LARGE else number for number in (size, packed_size, header_at)
             )
         if method != 0 or flags & 1 or size != packed_size:
-            raise ValueError(f"{ending!r} is compressed or encrypted, and torch stores what it writes as it is")
+            raise ValueError(f"'{shown(ending)}' is compressed or encrypted, and torch stores what it writes as it is")
         if header_at + _LOCAL.size > self._end:
-            raise ValueError(f"{ending!r} is not in it")
+            raise ValueError(f"'{shown(ending)}' is not in it")
         signature, *_, name_length, extra_length = _LOCAL.unpack(self._read(header_at, _LOCAL.size))
         start = header_at + _LOCAL.size + name_length + extra_length
         if signature != b"PK\x03\x04" or start + size > self._end:
-            raise ValueError(f"{ending!r} is not in it")
+            raise ValueError(f"'{shown(ending)}' is not in it")
         return Member(start, size, crc32)
 
 

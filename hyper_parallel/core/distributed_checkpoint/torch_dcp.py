@@ -8,6 +8,7 @@ are loaded only when asked, by the pickle module itself.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import pickle
@@ -85,14 +86,11 @@ class TorchCheckpoint:
     def view(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> np.ndarray[Any, Any]:
         """The bits of a box of a tensor."""
         tensor, box = self._tensors[name], (tuple(offsets), tuple(sizes))
-        return view_of_boxes(
-            RAW_DTYPES[dtype_size(tensor.dtype)],
-            box,
-            (
-                (tensor.boxes[number], lambda number=number: self._chunk(name, tensor, number))
-                for number in tensor.touching(box)
-            ),
+        touching = (
+            (tensor.boxes[number], functools.partial(self._chunk, name, tensor, number))
+            for number in tensor.touching(box)
         )
+        return view_of_boxes(RAW_DTYPES[dtype_size(tensor.dtype)], box, touching)
 
     def object_value(self, name: str, allow_pickle: bool = False) -> Any:
         """An object. Plain data is decoded; for all else pickle is needed, and must be allowed."""

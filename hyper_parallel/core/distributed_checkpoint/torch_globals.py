@@ -11,6 +11,7 @@ from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 from hyper_parallel.core.distributed_checkpoint.metadata import STORABLE_DTYPES
+from hyper_parallel.core.distributed_checkpoint.shown_text import shown
 from hyper_parallel.core.distributed_checkpoint.torch_pickle_cost import ITEM, LARGE, MEMBER, PAIR, SET, PickleCost
 from hyper_parallel.core.distributed_checkpoint.torch_records import Dtype, Named, Record, UnsafePickle, described
 
@@ -73,7 +74,7 @@ def known_global(module: str, name: str) -> Any:
         dtype = _STORAGE_DTYPES.get(name, name)
         found = Dtype(dtype) if dtype in STORABLE_DTYPES else None
     if found is None:
-        raise UnsafePickle(f"{module}.{name}")
+        raise UnsafePickle(shown(f"{module}.{name}"))
     return found
 
 

@@ -82,7 +82,7 @@ def read_metadata(data: bytes) -> TorchMetadata:
     result, num_chunks = TorchMetadata({}, {}), 0
     used: dict[str, list[tuple[int, int, str]]] = {}
     for name, entry in _typed(described.get("state_dict_metadata"), dict, "state_dict_metadata").items():
-        _check_name(name)
+        _checked_name(name)
         if type(entry) is Record and entry.kind == "BytesStorageMetadata":
             taken = [result.objects.setdefault(name, _place_of(places, name, None))]
         else:
@@ -105,9 +105,10 @@ def _typed(value: Any, kind: type, where: str) -> Any:
     return value
 
 
-def _check_name(name: Any) -> None:
+def _checked_name(name: Any) -> str:
     if type(name) is not str or len(name) > _MAX_NAME:
         raise ValueError(f"{described(name)} is not the name of a tensor or an object")
+    return name
 
 
 def _fields(record: Any, kind: str) -> dict[str, Any]:
@@ -133,8 +134,7 @@ def _places(storage_data: dict[Any, Any]) -> dict[tuple[str, Shape | None], Any]
     places: dict[tuple[str, Shape | None], Any] = {}
     for index, place in storage_data.items():
         fields = _fields(index, "MetadataIndex")
-        name, offset = fields.get("fqn"), fields.get("offset")
-        _check_name(name)
+        name, offset = _checked_name(fields.get("fqn")), fields.get("offset")
         key = name, None if offset is None else _shape(offset, name)
         if key in places:
             raise ValueError(f"'{shown(name)}' at {described(offset)} is stored twice")

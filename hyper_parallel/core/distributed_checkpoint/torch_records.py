@@ -33,7 +33,8 @@ class Record:
     __slots__ = ("args", "kind", "state")
 
     def __init__(self, kind: str, args: tuple[Any, ...]) -> None:
-        self.kind, self.args, self.state = kind, args, None
+        self.kind, self.args = kind, args
+        self.state: Any = None
 
 
 class Named(NamedTuple):
