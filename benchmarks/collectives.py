@@ -3,8 +3,9 @@
 Two tables. *Between two processes*: both calls on the same gloo group from 4 B to 64 MiB, one after the other in turns;
 the time is the fastest of many, since everything that disturbs a call makes it slower. Gloo alone varies by more than
 the few microseconds in question, so the second table, *the call alone*, runs both on torch's "fake" backend, which does
-everything of a process group except communicate: the difference is what our side of the call costs. Both sides include
-the allocation of the result where there is one, because the platform's calls return a new tensor.
+everything of a process group except communicate: the difference is what our side of the call costs, with the comparison
+that ranks on one host make over gloo. Both sides include the allocation of the result where there is one, because the
+platform's calls return a new tensor.
 
 ``--quick`` measures fewer sizes; the exit status is 1 when a call alone costs over 3 us more than the raw one.
 """
@@ -19,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -28,7 +30,10 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from hyper_parallel.platform.torch import collectives, groups
+from hyper_parallel.platform.call_ledger import CallLedger
+from hyper_parallel.platform.ledger_pages import Pages
+from hyper_parallel.platform.message_ledger import MessageLedger
+from hyper_parallel.platform.torch import collectives, group_facts, groups
 
 LIMIT_US = 3.0
 WORLD_SIZE = 2
@@ -122,16 +127,29 @@ def measure_between_processes(rank: int, store_file: str, sizes: list[int], resu
 
 def measure_call_alone() -> dict[str, tuple[float, float]]:
     torch.set_num_threads(1)
-    # Its store and registration live in torch's testing package; there is no other backend that communicates nothing.
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+    # Registered by torch's testing package; there is no other backend that communicates nothing.
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD_SIZE)
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=WORLD_SIZE)
+    _, facts = group_facts.find_facts(dist.group.WORLD)
+    facts.ledger = ledger_of_ranks_in_step()
     gc.disable()
     try:
         return {name: fastest(pair, 200, 100, in_step=False) for name, pair in calls(torch.zeros(1)).items()}
     finally:
         gc.enable()
         groups.destroy_process_group()
+
+
+def ledger_of_ranks_in_step() -> SimpleNamespace:
+    """What each call is compared in: the other rank's page is this rank's own, so it always has begun the same call."""
+    pages = Pages(range(WORLD_SIZE), 0, lambda place: ([], True), lambda text: None)
+    pages.others[1] = pages.mine
+    pages.rings.append(pages.mine.ring)
+    calls, messages = CallLedger(pages), MessageLedger(pages)
+    return SimpleNamespace(
+        enter=calls.enter, exchange=calls.exchange, send=messages.send, receive=messages.receive, close=pages.close
+    )
 
 
 def readable(num_bytes: int) -> str:

@@ -7,8 +7,10 @@ Splits of an all-to-all that do not fit, and ranks that are about to do differen
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from math import prod
+from types import FrameType
 from typing import Any
 
 COMPARES_RANKS = os.environ.get("HYPER_PARALLEL_CHECK_COLLECTIVES", "0") not in ("", "0")
@@ -70,37 +72,68 @@ def _rows_per_rank(name: str, splits: Sequence[int] | None, rows: int, size: int
 # ---------------------------------------------------------------- ranks that disagree
 
 
+def caller() -> str | None:
+    """``file:line`` of the first frame outside of this library and its framework."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in _NOT_THE_USERS:
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return None
+
+
+_NOT_THE_USERS = {"hyper_parallel", "torch", "mindspore", "contextlib", "functools"}
+
+
 def describe_call(function: str, shape: Sequence[int] | None, dtype: str, device: str | None, **arguments: Any) -> dict:
-    """What this rank is about to do, for the others."""
-    mine = {"function": function, "shape": shape, "dtype": dtype, "device": device, **arguments}
+    """What this rank is about to do, and where, for the others."""
+    mine = {"function": function, "shape": shape, "dtype": dtype, "device": device, **arguments, "at": caller()}
     for name in ("input_splits", "output_splits"):
         if name in mine:
             mine[name] = plain_splits(mine[name])
     return mine
 
 
-def check_agreement(calls: list[dict], ranks: Sequence[int]) -> None:
+def describe_objects(function: str, **arguments: Any) -> dict:
+    """What this rank is about to do, for a function without a tensor."""
+    return {"function": function, **arguments, "at": caller()}
+
+
+def check_agreement(calls: Sequence[dict], ranks: Sequence[int]) -> None:
     """Raise the same error on every rank of the group unless all are about to do the same."""
-    problem = _disagreement(calls)
+    problem = disagreement(dict(enumerate(calls)), len(calls))
     if problem is not None:
-        lines = [f"  rank {rank}: {_spell(call)}" for rank, call in zip(ranks, calls, strict=True)]
-        raise RuntimeError(f"the ranks of the group {short(ranks)} disagree: {problem}\n" + "\n".join(lines))
+        raise RuntimeError(disagreement_text(problem, dict(zip(ranks, calls, strict=True)), ranks))
 
 
-def _disagreement(calls: list[dict]) -> str | None:
-    first = calls[0]
-    varied = any(call.get("input_splits") is not None or call.get("output_splits") is not None for call in calls)
+def check_message(sent: dict | None, received: dict, source: int, target: int, ranks: Sequence[int]) -> None:
+    """Raise unless the sender of objects sends as many as the receiver has places for."""
+    if sent is None or sent["objects"] != received["objects"]:
+        sides = {source: sent or {"function": "another call"}, target: received}
+        raise RuntimeError(disagreement_text("not the same number of objects", sides, ranks))
+
+
+def disagreement_text(problem: str, calls: Mapping[int, dict], ranks: Sequence[int]) -> str:
+    """The error, with what each rank is about to do."""
+    lines = [f"  rank {rank}: {spell_call(call)}" for rank, call in calls.items()]
+    return f"the ranks of the group {short(ranks)} disagree: {problem}\n" + "\n".join(lines)
+
+
+def disagreement(calls: Mapping[int, dict], size: int) -> str | None:
+    """What some ranks of a group of ``size`` ranks, by their places in it, do not do alike; None if they fit."""
+    first = next(iter(calls.values()))
+    varied = any(call.get(splits) is not None for call in calls.values() for splits, _ in _SIDES)
     own = {"shape", "output_shape", "input_splits", "output_splits"} if varied else set()
     for name in ("function", "dtype", "device", "shape", "op", "src", "output_shape"):
-        if name not in own and any(call.get(name) != first.get(name) for call in calls):
+        if name not in own and any(call.get(name) != first.get(name) for call in calls.values()):
             return f"not the same {name}"
     if not varied:
         return None
-    if any(call["shape"][1:] != first["shape"][1:] for call in calls):
+    if any(call["shape"][1:] != first["shape"][1:] for call in calls.values()):
         return "not the same shape of a row"
-    sent, received = ([_rows(call, *side, len(calls)) for call in calls] for side in _SIDES)
-    for source in range(len(calls)):
-        for target in range(len(calls)):
+    sent, received = ({place: _rows(call, *side, size) for place, call in calls.items()} for side in _SIDES)
+    for source in calls:
+        for target in calls:
             if sent[source][target] != received[target][source]:
                 return (
                     f"group rank {source} sends {sent[source][target]} rows to group rank {target}, "
@@ -113,11 +146,24 @@ _SIDES = (("input_splits", "shape"), ("output_splits", "output_shape"))
 
 
 def _rows(call: dict, splits: str, shape: str, size: int) -> list[int]:
-    if call[splits] is None:
-        return [call[shape][0] // size] * size
+    if call.get(splits) is None:
+        return [call.get(shape, call["shape"])[0] // size] * size
     return (call[splits] + [0] * size)[:size]
 
 
-def _spell(call: dict) -> str:
-    named = ", ".join(f"{name}={value}" for name, value in call.items() if name != "function")
-    return f"{call['function']}({named})"
+def spell_call(call: dict) -> str:
+    """A call as one would write it, and where it is."""
+    hidden = ("function", "at", "first_at")
+    named = [
+        f"{name}={tuple(value) if name.endswith('shape') and value is not None else value}"
+        for name, value in call.items()
+        if name not in hidden
+    ]
+    return f"{call['function']}({', '.join(named)}){first_call(call)}"
+
+
+def first_call(call: dict) -> str:
+    """Where a call is, or where it was made for the first time, as far as that is known."""
+    if call.get("at"):
+        return f" at {call['at']}"
+    return f", first called at {call['first_at']}" if call.get("first_at") else ""

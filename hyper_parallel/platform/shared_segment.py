@@ -115,11 +115,12 @@ class SharedSegment:
         return cls(mapping, SegmentAddress(path, num_bytes), descriptor, named=nameless is None)
 
     @classmethod
-    def open(cls, address: SegmentAddress) -> SharedSegment:
+    def open(cls, address: SegmentAddress, writable: bool = True) -> SharedSegment:
         """Map the segment of another process; its owner must not have called ``stop_sharing`` yet."""
-        descriptor = os.open(address.path, os.O_RDWR | os.O_CLOEXEC)
+        descriptor = os.open(address.path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
-            return cls(mmap.mmap(descriptor, address.num_bytes), address)
+            access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
+            return cls(mmap.mmap(descriptor, address.num_bytes, access=access), address)
         finally:
             os.close(descriptor)
 

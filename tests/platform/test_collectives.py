@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from hyper_parallel.platform import get_platform
-from tests.frameworks import collectives, dist, known_dtypes
+from tests.frameworks import collectives, dist, groups, known_dtypes, on_mindspore, platform_module
 from tests.world import run_on_ranks
 
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
@@ -579,7 +580,10 @@ DISAGREEMENTS = [
         r"not the same shape\n  rank 0: all_reduce\(shape=\(2,\), dtype",
     ),
     (lambda c, r: c.all_reduce(torch.ones(2, dtype=(torch.int32, torch.int64)[r]), None), "not the same dtype"),
-    (lambda c, r: c.all_reduce(torch.ones(2), None, op=("sum", "max")[r]), r"not the same op\n.*op=sum\)\n.*op=max\)"),
+    (
+        lambda c, r: c.all_reduce(torch.ones(2), None, op=("sum", "max")[r]),
+        r"not the same op\n.*op=sum\) at .*\.py:\d+\n.*op=max\) at .*\.py:\d+",
+    ),
     (lambda c, r: c.broadcast(torch.ones(2), r, None), "not the same src"),
     (
         lambda c, r: c.all_reduce(torch.ones(2), None) if r else c.all_gather_into_tensor(torch.ones(2), None),
@@ -598,30 +602,87 @@ DISAGREEMENTS = [
         "group rank 0 sends 1 rows to group rank 1, which expects 1|sends",
     ),
     (lambda c, r: c.all_to_all_single(torch.ones(2, 2 + r), (2, 2 + r), None, False, [1, 1]), "shape of a row"),
+    (
+        lambda c, r: c.all_reduce(torch.ones(2), None) if r else get_platform().barrier(),
+        r"not the same function\n  rank 0: barrier\(\) at .*\.py:\d+\n  rank 1: all_reduce\(shape=\(2,\), .* at .*:\d+",
+    ),
+    (
+        lambda c, r: c.all_gather_object([None] * 2, r) if r else get_platform().barrier(),
+        r"not the same function\n  rank 0: barrier\(\) .*\n  rank 1: all_gather_object\(\) at .*\.py:\d+",
+    ),
+    (
+        lambda c, r: c.broadcast(torch.ones(2), 0, None) if r else c.all_gather_object([None] * 2, r),
+        r"not the same function\n  rank 0: all_gather_object\(\) .*\n  rank 1: broadcast\(",
+    ),
 ]
+
+
+@contextmanager
+def comparing():
+    """As with HYPER_PARALLEL_CHECK_COLLECTIVES=1."""
+    modules = [collectives] if on_mindspore else [collectives, platform_module("messages")]
+    for module in modules:
+        module.COMPARES_RANKS = True
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.COMPARES_RANKS = False
 
 
 @run_on_ranks(2)
 def test_ranks_that_disagree_are_told_so():
     rank = dist.get_rank()
-    collectives.COMPARES_RANKS = True
-    try:
+    with comparing():
         for call, message in DISAGREEMENTS:
             with pytest.raises(RuntimeError, match=r"ranks of the group \[0, 1\] disagree: .*") as raised:
                 call(collectives, rank)
             assert raised.match(message)
             texts: list = [None] * 2
-            dist.all_gather_object(texts, str(raised.value))
+            collectives.all_gather_object(texts, str(raised.value))
             assert texts[0] == texts[1]
             assert "rank 0: " in texts[0]
             assert "rank 1: " in texts[0]
         # Those that agree go on.
         assert collectives.all_reduce(torch.ones(2), None).tolist() == [2, 2]
+        get_platform().barrier()
         rows = [[0, 3], [1, 2]]
         received = [rows[0][rank], rows[1][rank]]
         output, _ = collectives.all_to_all_single(
             torch.full((3,), rank), (sum(received),), None, False, received, torch.tensor(rows[rank])
         )
         assert output.tolist() == ([0, 0, 0, 1, 1] if rank else [1])
-    finally:
-        collectives.COMPARES_RANKS = False
+
+
+@run_on_ranks(2)
+def test_messages_of_objects_are_compared_by_their_receiver():
+    rank = dist.get_rank()
+    with comparing():
+        if rank == 0:
+            collectives.send_object_list([1, 2], 1)
+            collectives.send_object_list(["from any"], 1)
+        else:
+            collectives.recv_object_list(received := [None, None], 0)
+            assert received == [1, 2]
+            assert collectives.recv_object_list(received := [None]) == 0
+            assert received == ["from any"]
+        # One side that is not told first, as on another host.
+        group = groups.split_group(None, [[0, 1]])
+        unseen = platform_module("group_facts").find_facts(group)[1].ledger if not on_mindspore else None
+        if unseen is not None:
+            unseen.send = unseen.receive = lambda *message: None
+        message = (
+            r"the ranks of the group \[0, 1\] disagree: not the same number of objects\n"
+            r"  rank 0: send_object_list\(objects=2, peer=1\) at .*\.py:\d+\n"
+            r"  rank 1: recv_object_list\(objects=1, peer=0\) at .*\.py:\d+"
+        )
+        if rank == 1:
+            with pytest.raises(RuntimeError, match=message):
+                collectives.recv_object_list([None], 0, group)
+        elif on_mindspore:
+            collectives.send_object_list([1, 2], 1, group)  # it does not wait for the receiver
+        else:
+            with pytest.raises(RuntimeError, match=message):
+                collectives.send_object_list([1, 2], 1, group)
+        get_platform().barrier()
+        groups.destroy_process_group(group)

@@ -3,6 +3,10 @@
 A group is a :class:`ProcessGroup`, None for the world, or an object with a ``group`` attribute. A collective gives its
 result, or ``(result, handle)`` with ``async_op=True``; the result is complete once ``handle.wait()`` has returned. In a
 group of one rank nothing is communicated. Mistakes that one rank can see are raised there before anything is sent.
+
+Ranks that disagree are told so when what came does not fit: another operation, or another number of bytes. With
+``HYPER_PARALLEL_CHECK_COLLECTIVES=1`` they first gather what each is about to do and where in the program, and all of
+them raise the same error. A message of objects is compared by its receiver.
 """
 
 from __future__ import annotations
@@ -17,14 +21,16 @@ from mindspore import Tensor
 from hyper_parallel.platform.collective_checks import (
     COMPARES_RANKS,
     check_agreement,
+    check_message,
     check_splits,
     describe_call,
+    describe_objects,
     short,
 )
 from hyper_parallel.platform.collective_observers import CollectiveCall, notify_observers, observers
 from hyper_parallel.platform.framework_of import kind_of
 from hyper_parallel.platform.host_collectives import why_not
-from hyper_parallel.platform.mindspore import wires
+from hyper_parallel.platform.mindspore import groups, wires
 from hyper_parallel.platform.mindspore.devices import get_device_type
 from hyper_parallel.platform.mindspore.groups import DONE, ProcessGroup, unwrap_group
 from hyper_parallel.platform.mindspore.memory import numpy_type
@@ -61,13 +67,24 @@ def _checked(function: str, data: Any, group_info: Any, **arguments: Any) -> Pro
             mine = describe_call(function, tuple(data.shape), dtype_name(data.dtype), data.device, **arguments)
         else:
             mine = describe_call(function, None, type(data).__name__, None, **arguments)
-        calls: list[Any] = [None] * group.size()
-        all_gather_object(calls, mine, group)
-        check_agreement(calls, group.ranks)
+        _compare(mine, group)
     if not isinstance(data, Tensor):
         raise TypeError(f"{function} takes a tensor, not a {kind_of(data)}")
     _check_has_memory(function, data, group)
     return group
+
+
+def _compare(mine: dict, group: ProcessGroup) -> None:
+    """Raise the same error on every rank of the group unless all are about to do the same."""
+    check_agreement(_gathered(mine, group), group.ranks)
+
+
+def _announce_barrier(group: ProcessGroup) -> None:
+    if COMPARES_RANKS:
+        _compare(describe_objects("barrier"), group)
+
+
+groups.before_barrier.append(_announce_barrier)
 
 
 def _check_has_memory(function: str, data: Tensor, group: ProcessGroup) -> None:
@@ -264,8 +281,10 @@ def send_object_list(obj_list: list[Any], dst: int | None = None, group: Any = N
     """Send picklable objects to world rank ``dst``."""
     group = unwrap_group(group)
     place = _peer_of("send_object_list", dst, "dst", group)
-    if obj_list:
-        wires.get_wire().send_bytes(group.channel, pickle.dumps(list(obj_list)), place)
+    if not obj_list:
+        return
+    mine = describe_objects("send_object_list", objects=len(obj_list), peer=dst) if COMPARES_RANKS else None
+    wires.get_wire().send_bytes(group.channel, pickle.dumps((mine, list(obj_list))), place)
 
 
 def recv_object_list(obj_list: list[Any], src: int | None = None, group: Any = None) -> int | None:
@@ -277,7 +296,10 @@ def recv_object_list(obj_list: list[Any], src: int | None = None, group: Any = N
     if not obj_list:
         return src
     place, data = wires.get_wire().receive_bytes(group.channel, place)
-    objects = pickle.loads(data)
+    theirs, objects = pickle.loads(data)
+    if COMPARES_RANKS:
+        mine = describe_objects("recv_object_list", objects=len(obj_list), peer=src)
+        check_message(theirs, mine, group.ranks[place], group.ranks[group.rank()], group.ranks)
     if len(objects) != len(obj_list):
         raise RuntimeError(
             f"recv_object_list {where(group)}: rank {group.ranks[place]} sent {len(objects)} objects for a list of "
@@ -298,4 +320,10 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> No
     if group.size() == 1:
         object_list[0] = obj
         return
-    object_list[:] = [pickle.loads(part) for part in wires.get_wire().gather_bytes(group.channel, pickle.dumps(obj))]
+    if COMPARES_RANKS:
+        _compare(describe_objects("all_gather_object"), group)
+    object_list[:] = _gathered(obj, group)
+
+
+def _gathered(obj: Any, group: ProcessGroup) -> list[Any]:
+    return [pickle.loads(part) for part in wires.get_wire().gather_bytes(group.channel, pickle.dumps(obj))]

@@ -37,6 +37,8 @@ __all__ = [
 
 # Called with each group that is destroyed, so that caches about it can be dropped.
 on_destroy: list[Callable[[ProcessGroup], None]] = []
+# Called with a group before a barrier begins in it; raises where its ranks are about to do something else.
+before_barrier: list[Callable[[ProcessGroup], None]] = []
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 _creation_lock = threading.Lock()
@@ -245,6 +247,8 @@ def barrier(group: Any = None, async_op: bool = False, device_ids: Sequence[int]
     group = unwrap_group(group)
     if group.size() == 1:
         return DONE if async_op else None
+    for announce in before_barrier:
+        announce(group)
     handle = wires.get_wire().barrier(group.channel)
     if async_op:
         return handle

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from hyper_parallel.platform.collective_gradients import Framework, make_functions
 from hyper_parallel.platform.collective_observers import notify_observers, observers
 from hyper_parallel.platform.torch import collectives, group_facts, groups
-from hyper_parallel.platform.torch.lost_ranks import completed
+from hyper_parallel.platform.torch.lost_ranks import completed, naming_lost_ranks
 
 
 def handed_out(result: torch.Tensor) -> torch.Tensor:
@@ -34,20 +34,26 @@ def own_copy(data: torch.Tensor) -> torch.Tensor:
 
 def _exchange(tensor: torch.Tensor, peer_rank: int, group: dist.ProcessGroup) -> torch.Tensor:
     received = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    groups.wait_until_connected(group)
+    _, facts = group_facts.find_facts(group)
+    if facts.ledger is not None:
+        place = facts.places[peer_rank]
+        facts.ledger.send(place, 0, tensor.numel(), tensor.dtype)
+        facts.ledger.receive(place, 0, tensor.numel(), tensor.dtype)
     if tensor.numel() == 0:
         return received
-    groups.wait_until_connected(group)
     if observers:
         notify_observers("p2p_exchange", group, tensor, False)
     # As bytes, which every backend moves. In one batch: two ranks that each send first and receive after would
     # block each other on an accelerator.
     sent = group_facts.as_bytes(group_facts.contiguous(tensor))
-    works = dist.batch_isend_irecv(
-        [
-            dist.P2POp(dist.isend, sent, peer_rank, group),
-            dist.P2POp(dist.irecv, group_facts.as_bytes(received), peer_rank, group),
-        ]
-    )
+    with naming_lost_ranks():
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, sent, peer_rank, group),
+                dist.P2POp(dist.irecv, group_facts.as_bytes(received), peer_rank, group),
+            ]
+        )
     for work in works:
         completed(work)
     return received

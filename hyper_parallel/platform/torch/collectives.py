@@ -4,9 +4,11 @@ A group is a process group, None for the world, or an object with a ``group`` at
 or ``(result, handle)`` with ``async_op=True``; the result is complete once ``handle.wait()`` has returned, which also
 makes the last local copy where there is one. In a group of one rank nothing is communicated.
 
-Mistakes that one rank can see are raised there before anything is sent. Ranks that disagree with each other (in the
-collective, shape or dtype) are found with ``HYPER_PARALLEL_CHECK_COLLECTIVES=1``: each collective then first compares
-what the ranks are about to do, and all of them raise the same error.
+Mistakes that one rank can see are raised there before anything is sent. Over gloo, ranks of one host that disagree with
+each other (in the collective, shape, dtype, op or source) are told so by the later of them, before it sends anything,
+and the group cannot be used any more (``ledgers.py``). With ``HYPER_PARALLEL_CHECK_COLLECTIVES=1`` ranks on any hosts
+and over any backend are compared: each collective then first gathers what the ranks are about to do and where in the
+program, all of them raise the same error, and the group can still be used.
 
 Note [The fast path]
 --------------------
@@ -25,10 +27,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions
 
-from hyper_parallel.platform.collective_checks import check_splits
+from hyper_parallel.platform.collective_checks import check_splits, describe_objects
 from hyper_parallel.platform.collective_observers import CollectiveCall, notify_observers, observers
 from hyper_parallel.platform.torch import groups
-from hyper_parallel.platform.torch.agreement import COMPARES_RANKS, compare_ranks
+from hyper_parallel.platform.torch.agreement import COMPARES_RANKS, compare_calls, compare_ranks
 from hyper_parallel.platform.torch.group_facts import (
     GroupFacts,
     PendingResult,
@@ -44,7 +46,7 @@ from hyper_parallel.platform.torch.group_facts import (
     make_options,
 )
 from hyper_parallel.platform.torch.groups import DONE, connecting
-from hyper_parallel.platform.torch.lost_ranks import completed
+from hyper_parallel.platform.torch.lost_ranks import Handle, completed
 from hyper_parallel.platform.torch.messages import (
     all_gather_object,
     irecv,
@@ -83,6 +85,17 @@ def _finished(result: Any, work: Any, finish: Callable[[], None], async_op: bool
     return result
 
 
+def _announce_barrier(group: dist.ProcessGroup) -> None:
+    _, facts = find_facts(group)
+    if COMPARES_RANKS:
+        compare_calls(describe_objects("barrier"), group, facts)
+    if facts.ledger is not None:
+        facts.ledger.enter("barrier")
+
+
+groups.before_barrier.append(_announce_barrier)
+
+
 # ---------------------------------------------------------------- collectives
 
 
@@ -107,9 +120,11 @@ def all_reduce(data: torch.Tensor, group_info: Any, async_op: bool = False, op: 
     if observers:
         notify_observers("all_reduce", group_info, data, async_op)
     if reduction.is_native and data.is_contiguous():
+        if facts.ledger is not None:
+            facts.ledger.enter("all_reduce", data.shape, data.dtype, op)
         work = group_info.allreduce([data.detach() if data.requires_grad else data], reduction.options[async_op])
         if async_op:
-            return data, work
+            return data, Handle(work)
         if work is not None:
             completed(work)
         return data
@@ -125,9 +140,13 @@ def _all_reduce_carried(
     carrier = reduction.carrier
     if carrier is None:
         stacked = data.new_empty((facts.size, *data.shape))
+        if facts.ledger is not None:
+            facts.ledger.enter("all_reduce", data.shape, data.dtype, op)
         work = group.all_gather_single(as_bytes(stacked), as_bytes(plain), _GATHER_OPTIONS[async_op])
         return _finished(data, work, lambda: reduce_stacked(stacked, op, data), async_op)
     carried = plain if carrier.load is None else carrier.load(plain)
+    if facts.ledger is not None:
+        facts.ledger.enter("all_reduce", data.shape, data.dtype, op)
     work = group.allreduce([carried], reduction.options[async_op])
 
     def finish() -> None:
@@ -169,9 +188,11 @@ def all_gather_into_tensor(data: torch.Tensor, group_info: Any, async_op: bool =
         received = result.view(-1)
         if not movable:
             sent, received = sent.view(torch.uint8), received.view(torch.uint8)
+    if facts.ledger is not None:
+        facts.ledger.enter("all_gather_into_tensor", shape, data.dtype)
     work = group_info.all_gather_single(received, sent, _GATHER_OPTIONS[async_op])
     if async_op:
-        return result, work
+        return result, Handle(work)
     if work is not None:
         completed(work)
     return result
@@ -206,18 +227,22 @@ def reduce_scatter_tensor(data: torch.Tensor, group_info: Any, async_op: bool = 
         data = contiguous(data)
     result = data.new_empty((shape[0] // size, *shape[1:]))
     if reduction.scatter_options is not None:
+        if facts.ledger is not None:
+            facts.ledger.enter("reduce_scatter_tensor", shape, data.dtype, op)
         work = group_info.reduce_scatter_single(result, data, reduction.scatter_options[async_op])
         if async_op:
-            return result, work
+            return result, Handle(work)
         if work is not None:
             completed(work)
         return result
     # Each rank receives all addends of its own part and adds them up in rank order.
     stacked = data.new_empty((size, *result.shape))
-    received = stacked
+    sent, received = data, stacked
     if not facts.movable[data.device, data.dtype]:
-        data, received = as_bytes(contiguous(data)), as_bytes(stacked)
-    work = group_info.all_to_all_single(received, data, (), (), _EXCHANGE_OPTIONS[async_op])
+        sent, received = as_bytes(contiguous(data)), as_bytes(stacked)
+    if facts.ledger is not None:
+        facts.ledger.enter("reduce_scatter_tensor", shape, data.dtype, op)
+    work = group_info.all_to_all_single(received, sent, (), (), _EXCHANGE_OPTIONS[async_op])
     if async_op:
         return result, PendingResult(work, lambda: reduce_stacked(stacked, op, result))
     if work is not None:
@@ -252,15 +277,19 @@ def broadcast(data: torch.Tensor, src: int, group: Any, async_op: bool = False) 
     if observers:
         notify_observers("broadcast", group, data, async_op)
     if movable and data.is_contiguous():
+        if facts.ledger is not None:
+            facts.ledger.enter("broadcast", data.shape, data.dtype, src)
         work = group.broadcast([data.detach() if data.requires_grad else data], options)
         if async_op:
-            return data, work
+            return data, Handle(work)
         if work is not None:
             completed(work)
         return data
     with torch.no_grad():
         check_writable("broadcast", data, facts)
         plain = contiguous(data)
+        if facts.ledger is not None:
+            facts.ledger.enter("broadcast", data.shape, data.dtype, src)
         work = group.broadcast([plain if movable else as_bytes(plain)], options)
 
         def finish() -> None:
@@ -287,8 +316,8 @@ def all_to_all_single(
         group, facts = find_facts(group)
     output_shape = tuple(output_shape)
     if COMPARES_RANKS:
-        splits = {"output_shape": output_shape, "output_splits": output_splits, "input_splits": input_splits}
-        compare_ranks("all_to_all_single", input_tensor, group, facts, **splits)
+        given = {"output_shape": output_shape, "output_splits": output_splits, "input_splits": input_splits}
+        compare_ranks("all_to_all_single", input_tensor, group, facts, **given)
     try:
         movable = facts.movable[input_tensor.device, input_tensor.dtype]
     except (KeyError, AttributeError):
@@ -303,12 +332,13 @@ def all_to_all_single(
                 f"without splits dim 0 of the input is cut into {size} equal parts and both have as many elements; "
                 "pad the input, or give input_splits and output_splits"
             )
-        received_rows = sent_rows = ()
+        received_rows = sent_rows = splits = ()
     else:
         received_rows, sent_rows = check_splits(
             input_tensor.shape, output_shape, output_splits, input_splits, facts.size, facts.rank, facts.where()
         )
         is_flat = False
+        splits = received_rows, sent_rows
     if facts.size == 1:
         output = input_tensor.detach().clone(memory_format=torch.contiguous_format).view(output_shape)
         return output, DONE if async_op else None
@@ -322,9 +352,14 @@ def all_to_all_single(
         sent = contiguous(input_tensor)
     if not movable or is_flat:
         sent, received, received_rows, sent_rows = _flattened(sent, output, received_rows, sent_rows, movable)
+    if facts.ledger is not None:
+        if splits:
+            facts.ledger.exchange(input_tensor.shape, input_tensor.dtype, *splits)
+        else:
+            facts.ledger.enter("all_to_all_single", input_tensor.shape, input_tensor.dtype)
     work = group.all_to_all_single(received, sent, received_rows, sent_rows, _EXCHANGE_OPTIONS[async_op])
     if async_op:
-        return output, work
+        return output, Handle(work)
     if work is not None:
         completed(work)
     return output, None

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from hyper_parallel.platform.collective_checks import short
 from hyper_parallel.platform.framework_of import kind_of
 from hyper_parallel.platform.torch import groups
+from hyper_parallel.platform.torch.ledgers import Ledger, open_ledger
 from hyper_parallel.platform.torch.lost_ranks import completed, introduce
 from hyper_parallel.platform.torch.reductions import BACKENDS, OTHER_BACKEND, Carrier, find_carrier, why_not
 
@@ -45,7 +46,7 @@ class PendingResult:
 class GroupFacts:
     """What the collectives have found out about one group; holds no reference to it, so it can be destroyed."""
 
-    __slots__ = ("backends", "broadcasts", "movable", "places", "rank", "ranks", "reductions", "size")
+    __slots__ = ("backends", "broadcasts", "ledger", "movable", "places", "rank", "ranks", "reductions", "size")
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.size: int = group.size()
@@ -65,6 +66,8 @@ class GroupFacts:
         self.reductions: dict[tuple, Reduction] = {}
         # (group rank of the source, async_op)
         self.broadcasts: dict[tuple[int, bool], dist.BroadcastOptions] = {}
+        # Told of each call before it begins; None where there is nobody to compare with.
+        self.ledger: Ledger | None = None
 
     def where(self) -> str:
         return f"on rank {self.ranks[self.rank]} of the group {short(self.ranks)}"
@@ -102,15 +105,17 @@ def find_facts(group_info: Any) -> tuple[dist.ProcessGroup, GroupFacts]:
     if facts is None:
         facts = known_facts[key] = GroupFacts(group)
         introduce()
+        if facts.size > 1 and "gloo" in facts.backends.values():
+            facts.ledger = open_ledger(group, facts.ranks)
         weakref.finalize(group, known_facts.pop, key, None).atexit = False
     return group, facts
 
 
 def _forget(group: dist.ProcessGroup | None) -> None:
-    if group is None:
-        known_facts.clear()
-    else:
-        known_facts.pop(id(group), None)
+    for key in list(known_facts) if group is None else [id(group)]:
+        facts = known_facts.pop(key, None)
+        if facts is not None and facts.ledger is not None:
+            facts.ledger.close()
 
 
 groups.on_destroy.append(_forget)

@@ -38,7 +38,7 @@ import torch.distributed.distributed_c10d as c10d
 
 from hyper_parallel.platform.group_checks import DONE, check_members, global_rank_of, part_of_split
 from hyper_parallel.platform.platform import EXISTING_COMM_GROUPS
-from hyper_parallel.platform.torch import devices
+from hyper_parallel.platform.torch.base import devices
 from hyper_parallel.platform.torch.group_connections import (
     Connection,
     connecting,
@@ -46,7 +46,7 @@ from hyper_parallel.platform.torch.group_connections import (
     stop_connecting,
     wait_until_connected,
 )
-from hyper_parallel.platform.torch.lost_ranks import naming_lost_ranks, world_store
+from hyper_parallel.platform.torch.lost_ranks import Handle, naming_lost_ranks, world_store
 
 __all__ = [
     "barrier",
@@ -66,6 +66,8 @@ __all__ = [
 
 # Called with each group that is destroyed, None for the world, so that caches about it can be dropped.
 on_destroy: list[Callable[[dist.ProcessGroup | None], None]] = []
+# Called with a group before a barrier begins in it; raises where its ranks are known to do something else.
+before_barrier: list[Callable[[dist.ProcessGroup], None]] = []
 
 _GLOO_LAZY = "TORCH_GLOO_LAZY_INIT"
 _num_times_made: dict[tuple[int, ...], int] = {}
@@ -254,8 +256,11 @@ def barrier(group: Any = None, async_op: bool = False, device_ids: Sequence[int]
     if group.size() == 1:
         return DONE if async_op else None
     wait_until_connected(group)
+    for announce in before_barrier:
+        announce(group)
     with naming_lost_ranks():
-        return dist.barrier(group, async_op=async_op, device_ids=None if device_ids is None else list(device_ids))
+        work = dist.barrier(group, async_op=async_op, device_ids=None if device_ids is None else list(device_ids))
+    return None if work is None else Handle(work)
 
 
 # ---------------------------------------------------------------- making groups

@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -22,6 +23,8 @@ from hyper_parallel.platform.shared_segment import ProcessIdentity
 
 _SECONDS_TO_END = 1.0  # a killed process closes its connections a moment before it is gone
 _introduced: set[weakref.ref] = set()  # the world in which this process has left its identity
+# Each gives how ranks disagree, if they do, and who has not begun what others have (``ledgers.py``).
+explanations: list[Callable[[], tuple[list[str], list[str]]]] = []
 
 
 class CommunicationError(RuntimeError):
@@ -47,6 +50,29 @@ def naming_lost_ranks() -> Iterator[None]:
         raise named(error) from error
 
 
+class Handle:
+    """A work of the backend; what fails is raised with the ranks that are gone, or how they disagree."""
+
+    __slots__ = ("_work",)
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if timeout is None:
+            completed(self._work)
+        else:
+            with naming_lost_ranks():
+                self._work.wait(timeout)
+        return True
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
 def world_store() -> dist.Store:
     """Where the ranks of this world leave each other notes."""
     return c10d._get_default_store()  # private: there is no public way to it
@@ -66,7 +92,12 @@ def named(error: RuntimeError) -> CommunicationError:
     if not dist.is_initialized():
         return CommunicationError(str(error))
     rank = dist.get_rank()
+    waits: list[str] = []
     try:
+        for explain in explanations:
+            disagreements, waits = explain()
+            if disagreements:
+                return CommunicationError(f"communication failed on rank {rank}: {'; '.join(disagreements)}\n({error})")
         gone = _find_gone(rank, may_be_ending="imed out" not in str(error))
         world_store().set(_note(rank), "")
     except RuntimeError:  # the store has gone with the rank that holds it
@@ -76,7 +107,7 @@ def named(error: RuntimeError) -> CommunicationError:
             "no process of this host has ended; another rank may have raised an error, left the group, be slow, or "
             "have called something else (HYPER_PARALLEL_CHECK_COLLECTIVES=1 compares)"
         ]
-    return CommunicationError(f"communication failed on rank {rank}: {', '.join(gone)}: {error}")
+    return CommunicationError("\n".join([f"communication failed on rank {rank}: {', '.join(gone)}: {error}", *waits]))
 
 
 def _find_gone(rank: int, may_be_ending: bool) -> list[str]:
