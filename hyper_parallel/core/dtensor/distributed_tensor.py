@@ -3,8 +3,8 @@
 Note [What a DTensor carries]
 Always ``_layout`` and ``_global_shape``, on MindSpore also ``_local`` and ``_num_writes``. A computed one may remember
 edges of the graph, ``_edges`` and ``_gathered_from``. The special kinds have ``_handle`` (in flight), ``_source`` (a
-copied view), or ``_widths``, ``_parts`` and ``_in_order`` (fused output). Who sets and reads each, when it goes, and what plain
-tensors carry: ``docs/architecture.md``; a test compares that list with the code.
+copied view), or ``_widths``, ``_parts`` and ``_in_order`` (fused output). Who sets and reads each, when it goes, and
+what plain tensors carry: ``docs/architecture.md``; a test compares that list with the code.
 """
 
 from __future__ import annotations
