@@ -9,16 +9,16 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import mindspore as ms
-from mindspore import Parameter, Tensor, nn, ops
+from mindspore import Parameter, Tensor, nn
 
 from hyper_parallel.platform.mindspore import private_api, start
 from hyper_parallel.platform.mindspore.dtensor_base import as_dtensor, is_distributed, plain_kind
 from hyper_parallel.platform.mindspore.dtensor_support import random_state
+from hyper_parallel.platform.mindspore.mends import dropout_masks
 from hyper_parallel.platform.mindspore.tensors import detached
 from hyper_parallel.platform.module_wrappers import CHILD, Checkpointed, Lookalike, check_wrapper_arguments
 from hyper_parallel.platform.trees import map_leaves
@@ -111,55 +111,15 @@ class _RepeatedDraws:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._state is None:
             self._state = (random_state.get(),)
-            with _dropouts.active(self._masks, again=False):
+            with dropout_masks.active(self._masks, again=False):
                 return self._function(*args, **kwargs)
         now = random_state.get()
         random_state.set(self._state[0])
         try:
-            with _dropouts.active(list(self._masks), again=True):
+            with dropout_masks.active(list(self._masks), again=True):
                 return self._function(*args, **kwargs)
         finally:
             random_state.set(now)
-
-
-class _Dropouts(threading.local):
-    """The masks of MindSpore's own dropout, which on a CPU has a state that cannot be restored.
-
-    The first run of a checkpoint notes them, the second takes them from there. Checkpoints nest: what an inner one
-    draws in its first run is noted by the outer ones too, or comes from the one that runs again.
-    """
-
-    def __init__(self) -> None:
-        self._stack: list[tuple[list[Any], bool]] = []
-
-    @contextlib.contextmanager
-    def active(self, masks: list[Any], again: bool) -> Iterator[None]:
-        self._stack.append((masks, again))
-        try:
-            yield
-        finally:
-            self._stack.pop()
-
-    def call(self, dropout: ops.Dropout, data: Any) -> Any:
-        if not self._stack or hasattr(data, "to_local"):
-            return _draw(dropout, data)
-        repeated = [masks for masks, again in self._stack if again]
-        if repeated:
-            mask = repeated[-1].pop(0)
-            result = data * mask  # which has the scale in it
-        else:
-            result, mask = _draw(dropout, data)
-            mask = detached(mask)
-        for masks, again in self._stack:
-            if not again:
-                masks.append(mask)
-        return result, mask
-
-
-_dropouts = _Dropouts()
-_draw = ops.Dropout.__call__
-if not start.on_ascend():
-    ops.Dropout.__call__ = lambda self, data: _dropouts.call(self, data)
 
 
 def create_selective_checkpoint_contexts(

@@ -11,15 +11,18 @@ from mindspore import Tensor, mint
 
 from hyper_parallel.platform.mindspore import private_api, tensors
 from hyper_parallel.platform.mindspore.dtensor_base import DTensorBase, as_dtensor, is_distributed
-from hyper_parallel.platform.mindspore.dtensor_empty import has_no_elements, silent, with_row, zeros_of
+from hyper_parallel.platform.mindspore.mends.empty_blocks import (
+    REFUSALS,
+    has_no_elements,
+    results_of_nothing,
+    silent,
+    tensors_in,
+)
 
 _make = private_api.make_subclass
 
 # Results of more elements than this are not computed only to learn their shapes.
 _MAX_ELEMENTS_FOR_SHAPES = 1 << 22
-# Kernels that end the process (SIGFPE) when they are given nothing.
-_DEADLY = frozenset({"flip", "lu_unpack"})
-_REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
 
 
 def _block(value: Any) -> Any:
@@ -52,11 +55,11 @@ def result_wrapper(
             blocks.append(value._local if type(value) is kind else _block(value))  # a comprehension costs a call
         if writes is None:
             writes = func.__name__[-1:] == "_"
-            if not any(map(getattr(func, "not_for", has_no_elements), _tensors_in(blocks))):
+            if not any(map(getattr(func, "not_for", has_no_elements), tensors_in(blocks))):
                 instead = getattr(func, "on_elements", None)
         if gives_nothing:
             named = {name: _block(value) for name, value in kwargs.items()}
-            result = _of_nothing(func, blocks, named, local_shapes)
+            result = results_of_nothing(func, blocks, named, local_shapes)
         elif kwargs:
             result = func(*blocks, **{name: _block(value) for name, value in kwargs.items()})
         else:
@@ -90,46 +93,6 @@ def _gives_nothing(layouts: tuple[Any, ...], shapes: tuple[Any, ...]) -> bool:
     if not layouts or layouts[0].mesh.get_coordinate() is None:
         return False
     return all(0 in layout.local_shape(tuple(shape)) for layout, shape in zip(layouts, shapes, strict=True))
-
-
-def _of_nothing(
-    func: Callable[..., Any], blocks: list[Any], kwargs: dict[str, Any], shapes: list[tuple[int, ...]]
-) -> Any:
-    """Results without elements, of these shapes, for which every argument gets a gradient of zeros.
-
-    See Note [Sums over nothing]. Kernels that refuse blocks without elements are given one row of zeros instead.
-    """
-    if not blocks:  # a local implementation of a rule, whose blocks are silent already
-        return func()
-    if func.__name__[-1:] == "_":
-        return func(*blocks, **kwargs)
-    with private_api.no_grad():
-        try:
-            if func.__name__ in _DEADLY:
-                raise RuntimeError
-            result = func(*blocks, **kwargs)
-        except _REFUSALS:
-            private_api.start_recording()  # MindSpore stops recording when an operator fails
-            named_rows = {name: with_row(value) for name, value in kwargs.items()}
-            result = func(*map(with_row, blocks), **named_rows)
-    tensors = _tensors_in([*blocks, *kwargs.values()])
-    if isinstance(result, Tensor):
-        return zeros_of(shapes[0], result.dtype, *tensors)
-    if isinstance(result, (tuple, list)):
-        described = iter(shapes)
-        made = [zeros_of(next(described), one.dtype, *tensors) if isinstance(one, Tensor) else one for one in result]
-        return getattr(result, "_make", type(result))(made)
-    return result
-
-
-def _tensors_in(values: Any) -> list[Any]:
-    found: list[Any] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, (tuple, list)):
-            found.extend(_tensors_in(value))
-    return found
 
 
 def _wrap_several(kind: type, results: Any, layouts: tuple[Any, ...], shapes: tuple[Any, ...]) -> Any:
@@ -196,7 +159,7 @@ def output_shapes(func: Callable[..., Any], args: Any, kwargs: Any) -> list[tupl
                     result = _call_with(func, args, kwargs, _without_memory)
                 if result is None:  # as of a primitive that does not know tensors without memory
                     raise RuntimeError(f"{func} has no result on tensors without memory")
-            except _REFUSALS as error:
+            except REFUSALS as error:
                 private_api.start_recording()  # MindSpore stops recording when an operator fails
                 if not is_small:
                     raise
@@ -214,7 +177,7 @@ def _other_threads_run() -> bool:
 def _on_zeros(func: Callable[..., Any], args: Any, kwargs: Any, cause: Exception | None) -> Any:
     try:
         return _call_with(func, args, kwargs, _zeros)
-    except _REFUSALS as error:
+    except REFUSALS as error:
         private_api.start_recording()
         raise type(error)(_first_line(error)) from cause
 

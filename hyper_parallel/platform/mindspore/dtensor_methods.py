@@ -22,11 +22,11 @@ from hyper_parallel.platform.mindspore import (
     private_api,
 )
 from hyper_parallel.platform.mindspore.dtensor_base import DTensorBase, as_dtensor, has_dtensor, local_alias, plain_kind
-from hyper_parallel.platform.mindspore.dtensor_empty import zeros_of
 from hyper_parallel.platform.mindspore.dtensor_names import NEUTRAL, RANDOM, Composed, neutral_call, passed_on
 from hyper_parallel.platform.mindspore.dtensor_ops_creation import clone
 from hyper_parallel.platform.mindspore.dtensor_ops_positions import takes_nothing
 from hyper_parallel.platform.mindspore.dtensor_ops_writes import copy_
+from hyper_parallel.platform.mindspore.mends.empty_blocks import zeros_of
 from hyper_parallel.platform.mindspore.tensors import full_like, own_copy
 
 _intercept: Callable[..., Any]

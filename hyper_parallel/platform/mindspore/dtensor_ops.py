@@ -8,19 +8,20 @@ from __future__ import annotations
 
 from hyper_parallel.platform.mindspore import (  # noqa: F401
     dtensor_ops_creation,
-    dtensor_ops_fourier,
     dtensor_ops_layers,
     dtensor_ops_positions,
     dtensor_ops_products,
     dtensor_ops_reductions,
     dtensor_ops_shapes,
     dtensor_ops_writes,
-    same_bits,
 )
 from hyper_parallel.platform.mindspore.dtensor_neutral import NEUTRAL, neutral
+from hyper_parallel.platform.mindspore.mends import nan_mean, real_spectra, same_bits
 
 __all__ = ["NEUTRAL"]
 
-# Those with the same bits on every rank have a file without DTensors to themselves.
 for _name in same_bits.__all__:
     neutral(getattr(same_bits, _name))
+for _transform in real_spectra.TRANSFORMS:
+    neutral(_transform)
+neutral(nan_mean.nanmean)

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-import mindspore as ms
 from mindspore import ops
 
 from hyper_parallel.platform.mindspore import tensors
 from hyper_parallel.platform.mindspore.dtensor_neutral import neutral
+from hyper_parallel.platform.mindspore.mends.missing_kernels import clone
+
+neutral(clone)
 
 
 @neutral
 def contiguous(input: Any) -> Any:
     return input.contiguous()
-
-
-@neutral
-def clone(input: Any) -> Any:
-    return ops.logical_or(input, input) if input.dtype == ms.bool_ else input * 1
 
 
 @neutral

@@ -7,8 +7,8 @@ from typing import Any
 
 from mindspore import ops
 
-from hyper_parallel.platform.mindspore.dtensor_empty import zeros_of
 from hyper_parallel.platform.mindspore.dtensor_neutral import neutral
+from hyper_parallel.platform.mindspore.mends.empty_blocks import zeros_of
 
 
 @neutral

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from mindspore import mint, ops
 
 from hyper_parallel.platform.mindspore import private_api
-from hyper_parallel.platform.mindspore.dtensor_empty import zeros_of
 from hyper_parallel.platform.mindspore.dtensor_neutral import neutral
-from hyper_parallel.platform.mindspore.dtensor_ops_creation import clone
+from hyper_parallel.platform.mindspore.mends.empty_blocks import zeros_of
 
 
 @neutral
@@ -46,13 +45,6 @@ def index_select(input: Any, dim: int, index: Any) -> Any:
         dim %= input.ndim
         return zeros_of((*input.shape[:dim], 0, *input.shape[dim + 1 :]), input.dtype, input)
     return ops.gather(input, index, dim)
-
-
-def index_added(plain: Callable[..., Any], input: Any, dim: int, index: Any, source: Any) -> Any:
-    """``plain``, MindSpore's ``index_add``, into a copy. It has no kernel for blocks without elements."""
-    if 0 in input.shape or 0 in source.shape:
-        return clone(input) + zeros_of((), input.dtype, source)
-    return plain(clone(input), index, source, dim)
 
 
 @neutral

@@ -6,8 +6,9 @@ from typing import Any
 
 from mindspore import mint
 
-from hyper_parallel.platform.mindspore.dtensor_empty import aligned_sizes, zeros_of
 from hyper_parallel.platform.mindspore.dtensor_neutral import neutral
+from hyper_parallel.platform.mindspore.mends.empty_blocks import aligned_sizes, zeros_of
+from hyper_parallel.platform.mindspore.mends.row_products import is_row, product_by_matrices
 
 # As MindSpore has them: its modules give replacements later (:mod:`dtensor_whole`), which look for DTensors first.
 _linear, _matmul = mint.nn.functional.linear, mint.matmul
@@ -17,15 +18,9 @@ _linear, _matmul = mint.nn.functional.linear, mint.matmul
 def matmul(input: Any, other: Any) -> Any:
     if 0 in input.shape or 0 in other.shape:
         return zeros_of(_product_shape(input, other), input.dtype, input, other)
-    if _is_row(input) or _is_row(other):
-        flat = [one.reshape(1, one.shape[-1]) if _is_row(one) else one for one in (input, other)]
-        return _matmul(*flat).reshape(_product_shape(input, other))
+    if is_row(input) or is_row(other):
+        return product_by_matrices(_matmul, input, other, _product_shape(input, other))
     return _matmul(input, other)
-
-
-def _is_row(tensor: Any) -> bool:
-    """Whether it is like (1, 1, n), for which MindSpore's gradient on a CPU fails or has another shape."""
-    return tensor.ndim > 2 and tensor.numel() == tensor.shape[-1]
 
 
 def _product_shape(input: Any, other: Any) -> tuple[int, ...]:
@@ -52,4 +47,4 @@ def linear(input: Any, weight: Any, bias: Any = None) -> Any:
 
 
 matmul.on_elements, linear.on_elements = _matmul, _linear
-matmul.not_for = lambda tensor: 0 in tensor.shape or _is_row(tensor)
+matmul.not_for = lambda tensor: 0 in tensor.shape or is_row(tensor)

@@ -8,13 +8,10 @@ from typing import Any
 import mindspore as ms
 from mindspore import mint, ops
 
-from hyper_parallel.platform.mindspore import same_bits, tensors
-from hyper_parallel.platform.mindspore.dtensor_empty import zeros_of
+from hyper_parallel.platform.mindspore import tensors
 from hyper_parallel.platform.mindspore.dtensor_neutral import neutral
-from hyper_parallel.platform.mindspore.start import on_ascend
-
-# As MindSpore has them: its modules give replacements later (:mod:`dtensor_whole`), which look for DTensors first.
-_softmax, _sum = ops.softmax, mint.sum
+from hyper_parallel.platform.mindspore.mends import same_bits, softmax_of_one
+from hyper_parallel.platform.mindspore.mends.empty_blocks import reduced_shape, sum_along, sum_of_nothing
 
 
 def _dims(dim: Any) -> Any:
@@ -23,22 +20,7 @@ def _dims(dim: Any) -> Any:
 
 @neutral
 def sum(input: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
-    if 0 in input.shape:
-        return _sum_of_nothing(input, _dims(dim), keepdim, dtype)
-    return _sum(input, _dims(dim), keepdim, dtype=dtype)
-
-
-def _reduced_shape(input: Any, dim: Any, keepdim: bool) -> list[int]:
-    listed = range(input.ndim) if dim is None else dim if isinstance(dim, (tuple, list)) else (dim,)
-    dims = {one % input.ndim for one in listed}
-    return [1 if one in dims else size for one, size in enumerate(input.shape) if keepdim or one not in dims]
-
-
-def _sum_of_nothing(input: Any, dim: Any, keepdim: bool, dtype: Any) -> Any:
-    """See Note [Sums over nothing] in ``dtensor_empty.py``."""
-    if dtype is None:
-        dtype = input.dtype if "Float" in str(input.dtype) or "Complex" in str(input.dtype) else ms.int64
-    return zeros_of(_reduced_shape(input, dim, keepdim), dtype, input)
+    return sum_along(input, dim, keepdim, dtype)
 
 
 @neutral
@@ -47,19 +29,9 @@ def mean(input: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) 
 
 
 @neutral
-def nanmean(input: Any, axis: Any = None, keepdims: bool = False, *, dtype: Any = None) -> Any:
-    """The mean of the elements that are numbers."""
-    if input.dtype not in (ms.float16, ms.bfloat16, ms.float32, ms.float64):
-        raise TypeError(f"For 'nanmean', input should be floating point dtype, but got {input.dtype}.")
-    are_none = mint.isnan(input)
-    total = sum(input.masked_fill(are_none, 0), axis, keepdims, dtype)
-    return total / sum(mint.logical_not(are_none), axis, keepdims).to(total.dtype)
-
-
-@neutral
 def prod(input: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
     if 0 in input.shape:
-        return _sum_of_nothing(input, _dims(dim), keepdim, dtype) + 1
+        return sum_of_nothing(input, _dims(dim), keepdim, dtype) + 1
     return mint.prod(input, dim, keepdim, dtype=dtype) if dim is not None else mint.prod(input, dtype=dtype)
 
 
@@ -96,14 +68,14 @@ def argmin(input: Any, dim: Any = None, keepdim: bool = False) -> Any:
 @neutral
 def any(input: Any, dim: Any = None, keepdim: bool = False) -> Any:
     if 0 in input.shape:
-        return tensors.zeros(tuple(_reduced_shape(input, _dims(dim), keepdim)), dtype=ms.bool_)
+        return tensors.zeros(tuple(reduced_shape(input, _dims(dim), keepdim)), dtype=ms.bool_)
     return ops.any(input, dim, keepdim)
 
 
 @neutral
 def all(input: Any, dim: Any = None, keepdim: bool = False) -> Any:
     if 0 in input.shape:
-        return tensors.ones(tuple(_reduced_shape(input, _dims(dim), keepdim)), dtype=ms.bool_)
+        return tensors.ones(tuple(reduced_shape(input, _dims(dim), keepdim)), dtype=ms.bool_)
     return ops.all(input, dim, keepdim)
 
 
@@ -131,18 +103,13 @@ def logsumexp(input: Any, dim: Any, keepdim: bool = False) -> Any:
     """Of logarithms that are the same on every rank; see ``same_bits.py``."""
     highest = mint.amax(input, dim, True).data
     highest = highest.masked_fill(ops.isinf(highest), 0)
-    result = same_bits.log(_sum(mint.exp(input - highest), dim, keepdim))
+    result = same_bits.log(sum_along(mint.exp(input - highest), dim, keepdim))
     return result + (highest if keepdim else highest.reshape(result.shape))
 
 
 @neutral
 def softmax(input: Any, dim: Any, dtype: Any = None) -> Any:
-    """If MindSpore's first one is over one element, it computes all gradients afterwards as for one element."""
-    if dtype is not None:
-        input = input.to(dtype)
-    if 1 in input.shape and input.shape[dim] == 1 and not on_ascend():
-        return input - input + 1
-    return _softmax(input, dim)
+    return softmax_of_one.softmax(input if dtype is None else input.to(dtype), dim)
 
 
 @neutral

@@ -7,9 +7,9 @@ from typing import Any
 
 from mindspore import mint, ops
 
-from hyper_parallel.platform.mindspore.dtensor_empty import aligned_sizes, zeros_of
 from hyper_parallel.platform.mindspore.dtensor_neutral import neutral
 from hyper_parallel.platform.mindspore.dtensor_ops_positions import getitem
+from hyper_parallel.platform.mindspore.mends.empty_blocks import aligned_sizes, zeros_of
 
 # As MindSpore has it: its module gives a replacement later (:mod:`dtensor_whole`), which looks for DTensors first.
 _reshape = ops.reshape

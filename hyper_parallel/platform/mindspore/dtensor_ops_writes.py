@@ -1,8 +1,4 @@
-"""Neutral operators that write into their first argument.
-
-MindSpore's own in-place operators do not change a tensor on a CPU. ``copy_`` does and is recorded, but a leaf that is
-written by it without being recorded is a leaf no longer; so such a write goes into the memory itself.
-"""
+"""Neutral operators that write into their first argument, by ``copy_``, which does so on a CPU too."""
 
 from __future__ import annotations
 
@@ -11,23 +7,10 @@ from typing import Any
 
 from mindspore import mint, ops
 
-from hyper_parallel.platform.mindspore import memory, private_api
 from hyper_parallel.platform.mindspore.dtensor_neutral import neutral
-from hyper_parallel.platform.mindspore.dtensor_ops_creation import clone
-from hyper_parallel.platform.mindspore.start import on_ascend
+from hyper_parallel.platform.mindspore.mends.in_place import copy_
 
-
-@neutral
-def copy_(input: Any, src: Any) -> Any:
-    if on_ascend():
-        return input.copy_(src)
-    if private_api.is_recording():
-        return input.copy_(clone(src))  # of a view MindSpore takes the whole memory
-    values = src if src.dtype == input.dtype else src.to(input.dtype)
-    if tuple(values.shape) != tuple(input.shape):
-        values = ops.broadcast_to(values, tuple(input.shape))
-    memory.copy_into(input, memory.memory_of(values))
-    return input
+neutral(copy_)
 
 
 @neutral

@@ -13,10 +13,11 @@ from mindspore import Parameter, Tensor, mint, nn
 
 from hyper_parallel.platform.collective_observers import observe
 from hyper_parallel.platform.mindspore import dtensor_ops_reductions as reductions
-from hyper_parallel.platform.mindspore import private_api, same_bits
+from hyper_parallel.platform.mindspore import private_api
 from hyper_parallel.platform.mindspore.dtensor_base import DTensorBase, as_dtensor, local_alias
 from hyper_parallel.platform.mindspore.dtensor_ops_writes import copy_
 from hyper_parallel.platform.mindspore.groups import get_process_group_ranks
+from hyper_parallel.platform.mindspore.mends import same_bits
 from hyper_parallel.platform.mindspore.tensors import dtype_name, str_to_dtype, tensor_to_numpy
 
 

@@ -1,8 +1,8 @@
-"""Methods of tensors that the rules use and MindSpore's tensors lack, or have without a kernel for a CPU.
+"""Methods of tensors that the rules use and MindSpore's tensors lack.
 
 The rules of ``core/`` compute with methods that tensors of both frameworks have. The few that are missing here are
-added to MindSpore's tensor class; two that exist take the other framework's keywords besides their own, and ``clone``,
-which has no kernel on a CPU, is given one there. A few functions are mended. What worked before works as before.
+added to MindSpore's tensor class, and two that exist take PyTorch's keywords besides their own. What is wrong on a CPU
+is mended (``mends/``). What worked before works as before.
 """
 
 from __future__ import annotations
@@ -11,14 +11,11 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import mindspore as ms
-from mindspore import Tensor, mint, ops
+from mindspore import Tensor, mint
 
 from hyper_parallel.platform.mindspore import dtensor_ops_reductions as reductions
 from hyper_parallel.platform.mindspore import dtensor_ops_shapes, dtensor_whole
-from hyper_parallel.platform.mindspore.dtensor_ops_creation import clone
-from hyper_parallel.platform.mindspore.dtensor_ops_positions import index_added
-from hyper_parallel.platform.mindspore.start import on_ascend
+from hyper_parallel.platform.mindspore.mends import empty_blocks, missing_kernels
 
 
 def _detach(self: Any) -> Any:
@@ -78,45 +75,10 @@ def _narrow(plain: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
-def _sum(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """``sum`` that gives zeros where there is nothing to add; see Note [Sums over nothing] in ``dtensor_empty.py``."""
-
-    @functools.wraps(plain)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if 0 in self.shape:
-            names = {"axis": "dim", "keepdims": "keepdim"}
-            return reductions.sum(self, *args, **{names.get(name, name): value for name, value in kwargs.items()})
-        return plain(self, *args, **kwargs)
-
-    return method
-
-
-def _scatter_add(self: Any, dim: int, index: Any, src: Any) -> Any:
-    """The elements of ``src`` added where ``index`` says; MindSpore's own has no kernel on a CPU."""
-    return ops.tensor_scatter_elements(self, index, src, dim, "add")
-
-
-def _index_add(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """``index_add`` in the other framework's order too, which is a new tensor and takes positions of any integer."""
-
-    @functools.wraps(plain)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if len(args) == 3 and isinstance(args[0], int) and not kwargs:
-            dim, index, source = args
-            return index_added(ops.index_add, self, dim, index.to(ms.int32), source)
-        return plain(self, *args, **kwargs)
-
-    return method
-
-
 Tensor.narrow = _narrow(Tensor.narrow)
 Tensor.nansum = _with_keywords(Tensor.nansum, _nansum)
 Tensor.amax = _with_keywords(Tensor.amax, reductions.amax)
 Tensor.amin = _with_keywords(Tensor.amin, reductions.amin)
-if not on_ascend():
-    Tensor.clone = clone
-    Tensor.scatter_add = _scatter_add
-    Tensor.index_add = _index_add(Tensor.index_add)
-    Tensor.sum = _sum(Tensor.sum)
-
+empty_blocks.install()
+missing_kernels.install()
 dtensor_whole.mend_functions()

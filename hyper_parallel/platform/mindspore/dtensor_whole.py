@@ -28,11 +28,12 @@ from mindspore import Tensor, mint, ops
 
 from hyper_parallel.platform.mindspore import private_api
 from hyper_parallel.platform.mindspore.dtensor_base import DTensorBase, has_dtensor, is_known_dtensor
-from hyper_parallel.platform.mindspore.dtensor_empty import with_row, zeros_of
 from hyper_parallel.platform.mindspore.dtensor_ops import NEUTRAL
 from hyper_parallel.platform.mindspore.dtensor_whole_calls import Dispatch, written_out
 from hyper_parallel.platform.mindspore.dtensor_whole_matrices import matrices_written_out
 from hyper_parallel.platform.mindspore.dtensor_whole_names import AGREEING, MENDED, NEUTRALS, RENAMED, REORDERED
+from hyper_parallel.platform.mindspore.mends import ACTIVE
+from hyper_parallel.platform.mindspore.mends.empty_blocks import with_row, zeros_of
 
 _PLACES: dict[str, Any] = {
     "ops": ops,
@@ -116,7 +117,7 @@ class Whole:
         return tuple(ordered), {name: value for name, value in given.items() if value is not None}
 
 
-# Over dims without elements these add up nothing; see Note [Sums over nothing] in ``dtensor_empty.py``.
+# Over dims without elements these add up nothing; see Note [Sums over nothing] in ``mends/empty_blocks.py``.
 _ADDS_UP = frozenset(
     {
         *("addbmm", "addmm", "addmv", "baddbmm", "bilinear", "dot", "einsum", "inner", "mm", "mv", "tensordot", "vdot"),
@@ -189,7 +190,9 @@ def _dispatched(whole: Whole, intercept: Callable[..., Any]) -> Meets:
 
 
 def mend_functions() -> None:
-    """Let neutral operators answer, for plain tensors, functions of MindSpore that fail or are wrong."""
+    """Let neutral operators answer, for plain tensors, functions of MindSpore that fail or are wrong on a CPU."""
+    if not ACTIVE:
+        return
     for name, path in MENDED.items():
         plain = _found(path)
         mended = _replaced[id(plain)] = (plain, functools.wraps(plain)(_calling(NEUTRAL[name])))

@@ -14,7 +14,7 @@ import mindspore as ms
 from mindspore import Tensor
 
 from hyper_parallel.platform.mindspore.dtensor_ops import NEUTRAL
-from hyper_parallel.platform.mindspore.dtensor_ops_positions import index_added
+from hyper_parallel.platform.mindspore.mends.missing_kernels import index_added
 
 Dispatch = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 # ``once(name, plain, make, shapes)``: what ``make`` gives, under a neutral name, the same object at each call. With

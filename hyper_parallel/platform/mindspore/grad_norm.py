@@ -15,8 +15,8 @@ import mindspore as ms
 from mindspore import Tensor, ops
 
 from hyper_parallel.platform.mindspore import collectives, private_api
-from hyper_parallel.platform.mindspore.memory import write
-from hyper_parallel.platform.mindspore.same_bits import power
+from hyper_parallel.platform.mindspore.mends.in_place import write
+from hyper_parallel.platform.mindspore.mends.same_bits import power
 from hyper_parallel.platform.mindspore.tensors import cat, detached, full, is_meta, tensor_type_cast, zeros
 from hyper_parallel.platform.tensor_arguments import listed_tensors
 

@@ -1,12 +1,4 @@
-"""Gradients on MindSpore's tape: backward, gradients by name, and what is read from and written to ``grad``.
-
-Note [Leaves take a copy of their gradient]
-    On a CPU MindSpore 2.10 gives a leaf the very tensor that another node made. When two leaves get the same one it
-    wants to clone it, for which there is no kernel; and when a second backward is added to a gradient with the strides
-    of a transposed matrix, as that of every linear weight, the elements are added in the wrong order, silently. So
-    every leaf that a backward reaches gets ``gradient * 1``, by a hook on its node that lasts for this backward. On
-    Ascend the same hook costs one kernel per leaf and is left out.
-"""
+"""Gradients on MindSpore's tape: backward, gradients by name, and what is read from and written to ``grad``."""
 
 from __future__ import annotations
 
@@ -15,8 +7,9 @@ from typing import Any
 
 from mindspore import Tensor
 
-from hyper_parallel.platform.mindspore import private_api, start
-from hyper_parallel.platform.mindspore.second_gradients import check_create_graph
+from hyper_parallel.platform.mindspore import private_api
+from hyper_parallel.platform.mindspore.mends.leaf_gradients import copy_hooks
+from hyper_parallel.platform.mindspore.mends.second_gradients import check_create_graph
 from hyper_parallel.platform.mindspore.tensors import full_like
 
 __all__ = ["backward", "get_grad", "grad", "needs_grad", "requires_grad", "set_grad"]
@@ -117,7 +110,7 @@ def _run(
     inputs: tuple[Tensor, ...],
     accumulates: bool,
 ) -> Any:
-    hooks = [] if start.on_ascend() else [node.register_prehook(_take_copies) for node in _leaves(roots)]
+    hooks = copy_hooks(roots)
     try:
         if accumulates:
             return private_api.run_backward(roots, seeds, retain_graph, create_graph, inputs)
@@ -125,26 +118,3 @@ def _run(
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _take_copies(gradients: Any) -> Any:
-    """See Note [Leaves take a copy of their gradient]."""
-    return tuple(None if gradient is None else gradient * 1 for gradient in gradients)
-
-
-def _leaves(roots: Sequence[Tensor]) -> list[Any]:
-    """The nodes of the leaves that the roots were computed from."""
-    return [node for node in _nodes(roots) if node.is_leaf()]
-
-
-def _nodes(roots: Sequence[Tensor]) -> list[Any]:
-    """The nodes behind the roots."""
-    waiting = [node for node in map(private_api.grad_node, roots) if node is not None]
-    found: dict[int, Any] = {}
-    while waiting:
-        node = waiting.pop()
-        number = private_api.node_number(node)
-        if number not in found:
-            found[number] = node
-            waiting.extend(private_api.nodes_before(node))
-    return list(found.values())

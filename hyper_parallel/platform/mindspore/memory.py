@@ -1,12 +1,4 @@
-"""The memory of a tensor on a CPU as a numpy array, strides included: how this platform writes to tensors in place.
-
-Note [Writing in place on a CPU]
-    In MindSpore 2.10 ``add_``, ``mul_`` and most other in-place operators leave a tensor on a CPU as it is, ``copy_``
-    through a view is lost, and ``asnumpy`` of a view is a copy. But pointer and strides of every tensor, views
-    included, are right and public. So what is to be changed in place is changed through them. The autograd tape does
-    not see such a write: it is for leaves and results, outside of recorded computations, as gradients, parameters,
-    buffers and the results of collectives are.
-"""
+"""The memory of a tensor on a CPU as a numpy array, strides included."""
 
 from __future__ import annotations
 
@@ -16,9 +8,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor
 
-from hyper_parallel.platform.mindspore import private_api, start
-
-__all__ = ["bytes_of", "copy_into", "from_array", "memory_of", "numpy_type", "write"]
+__all__ = ["bytes_of", "copy_into", "from_array", "memory_of", "numpy_type"]
 
 _BFLOAT16 = Tensor(np.zeros(1, np.float32)).astype(ms.bfloat16).asnumpy().dtype  # MindSpore brings its own to numpy
 _TYPES = {
@@ -80,12 +70,3 @@ def from_array(array: np.ndarray, shape: Any = None, dtype: Any = None) -> Tenso
 def copy_into(target: Tensor, values: np.ndarray) -> None:
     """Write ``values`` into the tensor's own memory, views included."""
     memory_of(target)[...] = values.reshape(target.shape)
-
-
-def write(target: Tensor, values: Tensor) -> None:
-    """Copy the values of a tensor of the same dtype and shape into ``target``, in place, outside of the tape."""
-    if start.on_ascend():
-        with private_api.no_grad():
-            target.copy_(values)
-    else:
-        copy_into(target, memory_of(values))

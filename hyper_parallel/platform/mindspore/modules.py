@@ -16,8 +16,8 @@ import numpy as np
 from mindspore import Parameter, Tensor, mint, nn
 
 from hyper_parallel.platform.mindspore import devices, private_api
-from hyper_parallel.platform.mindspore.dtensor_empty import has_no_elements, zeros_of
 from hyper_parallel.platform.mindspore.memory import copy_into, from_array, memory_of, numpy_type
+from hyper_parallel.platform.mindspore.mends.empty_blocks import has_no_elements, zeros_of
 from hyper_parallel.platform.mindspore.tensors import detached, dtype_name, is_meta, tensor_to_numpy
 from hyper_parallel.platform.module_wrappers import innermost
 from hyper_parallel.platform.parameters import (

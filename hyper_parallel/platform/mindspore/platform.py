@@ -31,12 +31,12 @@ from hyper_parallel.platform.mindspore import (
     overlap,
     parameter_uses,
     raw_bits,
-    same_bits,
     start,  # isort: split - the first of all: it checks and configures
     state,
     symmetric_memory,
     tensors,
 )
+from hyper_parallel.platform.mindspore.mends import same_bits
 from hyper_parallel.platform.platform import Platform, PlatformType
 
 __all__ = ["MindSporePlatform", "dtensor_vocabulary", "start"]

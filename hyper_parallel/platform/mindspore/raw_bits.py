@@ -8,6 +8,7 @@ import numpy as np
 
 from hyper_parallel.platform.mindspore import memory, start
 from hyper_parallel.platform.mindspore.dtensor_base import detached
+from hyper_parallel.platform.mindspore.mends import in_place
 from hyper_parallel.platform.mindspore.tensors import is_meta
 
 __all__ = ["is_in_host_memory", "raw_array", "set_raw"]
@@ -34,6 +35,6 @@ def set_raw(tensor: Any, array: np.ndarray) -> None:
     if 0 in plain.shape:
         return
     if not is_in_host_memory(plain):
-        memory.write(plain, memory.from_array(array, plain.shape, plain.dtype))
+        in_place.write(plain, memory.from_array(array, plain.shape, plain.dtype))
     elif array.__array_interface__["data"][0] != plain.data_ptr():
         raw_array(plain)[...] = array

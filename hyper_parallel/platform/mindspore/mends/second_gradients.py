@@ -15,14 +15,14 @@ Which operators lose a part depends on their inner workings, so all are refused.
 
 from __future__ import annotations
 
-from hyper_parallel.platform.mindspore import start
+from hyper_parallel.platform.mindspore.mends import ACTIVE
 
 __all__ = ["check_create_graph"]
 
 
 def check_create_graph(create_graph: bool) -> None:
     """Refuse ``create_graph=True`` on a CPU."""
-    if create_graph and not start.on_ascend():
+    if create_graph and ACTIVE:
         raise RuntimeError(
             "create_graph=True: MindSpore 2.10 on a CPU cannot differentiate gradients reliably, parts of the result "
             "would be missing without an error. Use Ascend, or PyTorch (HYPER_PARALLEL_PLATFORM=torch); or compute the "

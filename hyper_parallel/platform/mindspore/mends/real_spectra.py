@@ -1,20 +1,26 @@
 """Fourier transforms of a signal with a real spectrum, by those of a real signal.
 
-MindSpore's own are right at every second call only.
+MindSpore 2.10's own are conjugated at every second call::
+
+    x = Tensor(np.array([1.0, 2.0, 4.0], np.float32))
+    ops.ihfft(x), ops.ihfft(x)  # [2.33, -0.67 - 0.58j] and [2.33, -0.67 + 0.58j]
+
+Plain tensors are mended too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from mindspore import ops
 
-from hyper_parallel.platform.mindspore.dtensor_neutral import neutral
+__all__ = ["TRANSFORMS"]
 
 _REVERSED = {None: "forward", "backward": "forward", "forward": "backward", "ortho": "ortho"}
 
 
-def _hermitian(dims: str) -> None:
+def _hermitian(dims: str) -> list[Callable[..., Any]]:
     """``hfft`` and ``ihfft`` along one dim, two or several, as ``dims`` says."""
     names = ("s" if dims else "n", "dim", "norm")
     irfft, rfft = getattr(ops, f"irfft{dims}"), getattr(ops, f"rfft{dims}")
@@ -31,8 +37,7 @@ def _hermitian(dims: str) -> None:
 
     for transform in (hfft, ihfft):
         transform.__name__ = f"fft_{transform.__name__}{dims}"
-        neutral(transform)
+    return [hfft, ihfft]
 
 
-for _dims_name in ("", "2", "n"):
-    _hermitian(_dims_name)
+TRANSFORMS = [transform for dims in ("", "2", "n") for transform in _hermitian(dims)]

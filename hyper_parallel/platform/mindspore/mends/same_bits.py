@@ -29,7 +29,7 @@ from mindspore import Tensor, mint, ops
 
 from hyper_parallel.platform.mindspore import private_api
 from hyper_parallel.platform.mindspore.memory import from_array, memory_of
-from hyper_parallel.platform.mindspore.start import on_ascend
+from hyper_parallel.platform.mindspore.mends import ACTIVE
 
 __all__ = ["log", "log2", "log10", "log_sigmoid", "mish", "pow", "softplus"]
 
@@ -42,7 +42,7 @@ _softplus, _mish, _log_sigmoid = ops.softplus, ops.mish, ops.logsigmoid
 
 def _rounds_alike(value: Any) -> bool:
     """Whether MindSpore's kernels for a tensor like this one, or a number, do."""
-    return not isinstance(value, Tensor) or value.dtype != ms.float32 or on_ascend()
+    return not ACTIVE or not isinstance(value, Tensor) or value.dtype != ms.float32
 
 
 def _computed(function: _Formula, *tensors: Tensor) -> Tensor:
