@@ -11,8 +11,10 @@ import mindspore as ms
 import numpy as np
 import torch
 
-from hyper_parallel.platform.mindspore import gradients, memory, private_api
-from hyper_parallel.platform.mindspore.tensors import full_like, str_to_dtype
+from hyper_parallel.platform.mindspore import private_api
+from hyper_parallel.platform.mindspore.base import memory
+from hyper_parallel.platform.mindspore.base.tensors import full_like, str_to_dtype
+from hyper_parallel.platform.mindspore.dtensor import gradients
 from hyper_parallel.platform.trees import map_leaves
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -5,10 +5,10 @@ from __future__ import annotations
 import types
 from typing import Any
 
-from hyper_parallel.platform.mindspore import collectives as _collectives
-from hyper_parallel.platform.mindspore import differentiable as _differentiable
-from hyper_parallel.platform.mindspore import groups as groups
-from hyper_parallel.platform.mindspore import overlap as overlap
+from hyper_parallel.platform.mindspore.communication import collectives as _collectives
+from hyper_parallel.platform.mindspore.communication import differentiable as _differentiable
+from hyper_parallel.platform.mindspore.communication import groups as groups
+from hyper_parallel.platform.mindspore.communication import overlap as overlap
 from tests.frameworks.bridge import differentiably_over_the_bridge, over_the_bridge
 
 

@@ -18,7 +18,9 @@ import mindspore
 import pytest
 
 from hyper_parallel.platform import reception
-from hyper_parallel.platform.mindspore import groups, private_api, start
+from hyper_parallel.platform.mindspore import private_api
+from hyper_parallel.platform.mindspore.base import start
+from hyper_parallel.platform.mindspore.communication import groups
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
@@ -159,7 +161,7 @@ def test_msrun(program, tmp_path):
 def test_numpy_2_is_refused_with_the_fix():
     code = (
         "import numpy; numpy.__version__ = '2.1.0'\n"
-        "try: import hyper_parallel.platform.mindspore.start\n"
+        "try: import hyper_parallel.platform.mindspore.base.start\n"
         "except ImportError as error: print(error)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LONG, env=environment())

@@ -8,63 +8,67 @@ from typing import Any
 import mindspore
 
 from hyper_parallel.platform.contract.tables import takes_from
-from hyper_parallel.platform.mindspore import (
-    activation,
-    collectives,
-    deferred,
+from hyper_parallel.platform.mindspore.base import (
     devices,
+    start,  # isort: split - the first of all: it checks and configures
+    tensors,
+)
+from hyper_parallel.platform.mindspore.communication import (
+    collectives,
     differentiable,
-    dtensor_base,
-    dtensor_blocks,
-    dtensor_calls,
-    dtensor_functions,
-    dtensor_gradients,
-    dtensor_methods,
-    dtensor_ops_creation,
-    dtensor_support,
-    dtensor_vocabulary,
-    grad_norm,
     groups,
+    overlap,
+    symmetric_memory,
+)
+from hyper_parallel.platform.mindspore.dtensor import (
+    block_transfer,
+    dtensor_gradients,
+    grad_norm,
+    local_calls,
+    services,
+    tensor_type,
+)
+from hyper_parallel.platform.mindspore.mends import same_bits
+from hyper_parallel.platform.mindspore.modules import (
+    activation,
+    deferred,
     micro_batch,
     modules,
     optimizer_state,
-    overlap,
     parameter_uses,
     raw_bits,
-    start,  # isort: split - the first of all: it checks and configures
     state,
-    symmetric_memory,
-    tensors,
 )
-from hyper_parallel.platform.mindspore.mends import same_bits
+from hyper_parallel.platform.mindspore.operators import creation
+from hyper_parallel.platform.mindspore.takes_over import added_methods, autograd_functions, doors
 from hyper_parallel.platform.platform import Platform, PlatformType
 
-__all__ = ["MindSporePlatform", "dtensor_vocabulary", "start"]
+__all__ = ["MindSporePlatform", "added_methods", "start"]
 
 
 @takes_from(
     activation,
+    autograd_functions,
+    block_transfer,
     collectives,
     deferred,
     devices,
     differentiable,
-    dtensor_base,
-    dtensor_blocks,
-    dtensor_calls,
-    dtensor_functions,
+    doors,
     dtensor_gradients,
-    dtensor_methods,
-    dtensor_support,
     grad_norm,
     groups,
+    local_calls,
     micro_batch,
     modules,
     optimizer_state,
     overlap,
     parameter_uses,
     raw_bits,
+    services,
     state,
     symmetric_memory,
+    tensor_type,
     tensors,
 )
 class MindSporePlatform(Platform):
@@ -74,8 +78,8 @@ class MindSporePlatform(Platform):
     Tensor = mindspore.Tensor
     Parameter = mindspore.Parameter
     Module = mindspore.nn.Cell
-    Function = dtensor_functions.Function
-    DTensorBase = dtensor_base.DTensorBase
+    Function = autograd_functions.Function
+    DTensorBase = tensor_type.DTensorBase
     ones = staticmethod(tensors.ones)
     empty = staticmethod(tensors.empty)
     full = staticmethod(tensors.full)
@@ -85,12 +89,12 @@ class MindSporePlatform(Platform):
 
     # Named otherwise in their rooms, or known to two of them.
     _create_group = staticmethod(groups.make_group)
-    copied = staticmethod(dtensor_ops_creation.clone)
+    copied = staticmethod(creation.clone)
     logarithm = staticmethod(same_bits.log)
     power = staticmethod(same_bits.power)
     grad = staticmethod(dtensor_gradients.grad)
-    get_op_name = staticmethod(dtensor_functions.get_op_name)
-    detached = staticmethod(dtensor_base.detached)
+    get_op_name = staticmethod(autograd_functions.get_op_name)
+    detached = staticmethod(tensor_type.detached)
     needs_grad = staticmethod(dtensor_gradients.needs_grad)
     requires_grad = staticmethod(dtensor_gradients.requires_grad)
 

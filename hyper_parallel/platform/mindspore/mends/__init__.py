@@ -4,6 +4,6 @@ Each says what is wrong, with the smallest program that shows it. ``ACTIVE`` is 
 later MindSpore is right, a file goes together with the lines that call it.
 """
 
-from hyper_parallel.platform.mindspore.start import on_ascend
+from hyper_parallel.platform.mindspore.base.start import on_ascend
 
 ACTIVE = not on_ascend()

@@ -20,8 +20,8 @@ from typing import Any
 
 from mindspore import ops
 
+from hyper_parallel.platform.mindspore.base.tensors import detached
 from hyper_parallel.platform.mindspore.mends import ACTIVE
-from hyper_parallel.platform.mindspore.tensors import detached
 
 __all__ = ["active"]
 

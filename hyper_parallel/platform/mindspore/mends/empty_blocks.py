@@ -27,8 +27,8 @@ import mindspore as ms
 from mindspore import Tensor, mint
 
 from hyper_parallel.platform.mindspore import private_api
+from hyper_parallel.platform.mindspore.base.tensors import is_differentiable, zeros
 from hyper_parallel.platform.mindspore.mends import ACTIVE
-from hyper_parallel.platform.mindspore.tensors import is_differentiable, zeros
 
 # Kernels that end the process (SIGFPE) when they are given nothing.
 _DEADLY = frozenset({"flip", "lu_unpack"})

@@ -21,7 +21,7 @@ from typing import Any
 from mindspore import Tensor, ops
 
 from hyper_parallel.platform.mindspore import private_api
-from hyper_parallel.platform.mindspore.memory import copy_into, memory_of
+from hyper_parallel.platform.mindspore.base.memory import copy_into, memory_of
 from hyper_parallel.platform.mindspore.mends import ACTIVE
 from hyper_parallel.platform.mindspore.mends.missing_kernels import clone
 

@@ -28,7 +28,7 @@ import numpy as np
 from mindspore import Tensor, mint, ops
 
 from hyper_parallel.platform.mindspore import private_api
-from hyper_parallel.platform.mindspore.memory import from_array, memory_of
+from hyper_parallel.platform.mindspore.base.memory import from_array, memory_of
 from hyper_parallel.platform.mindspore.mends import ACTIVE
 
 __all__ = ["log", "log2", "log10", "log_sigmoid", "mish", "pow", "softplus"]

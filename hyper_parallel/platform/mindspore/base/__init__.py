@@ -1,0 +1,1 @@
+"""The start, tensors, their memory, devices, and initial values."""

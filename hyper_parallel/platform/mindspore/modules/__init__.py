@@ -1,0 +1,1 @@
+"""Modules (cells), their parameters and state, and activation memory."""

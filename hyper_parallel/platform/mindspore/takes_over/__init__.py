@@ -1,0 +1,1 @@
+"""Everything that replaces or steers a function of MindSpore: how an operator arrives. See ``doors.py``."""
