@@ -17,16 +17,17 @@ from hyper_parallel.platform.ledger_pages import CELLS, NUMBERS, Page, Pages, fe
 __all__ = ["MessageLedger"]
 
 _KNOWN = 16384  # channels whose messages are counted, and messages whose hash is remembered
+_MOST_LOOKS = 256  # for the page of a rank that does not come, or not through the platform
 _LARGEST_PLACE = (1 << 11) - 1
 
 
 class _Channel:
-    """The messages of one direction with one tag between this rank and another; ``places`` as either sees the other."""
+    """The messages of one direction with one tag between this rank and another."""
 
-    __slots__ = ("count", "here", "name", "their_name", "theirs", "there")
+    __slots__ = ("count", "here", "looks", "name", "their_name", "theirs", "there")
 
     def __init__(self, place: int, my_place: int, tag: int) -> None:
-        self.count = 0
+        self.count = self.looks = 0
         # Where the first cell is and what all its messages are called, in this rank's page and in the other's.
         self.here, self.name = _first_cell(place, tag)
         self.there, self.their_name = _first_cell(my_place, tag)
@@ -111,7 +112,8 @@ class MessageLedger:
     def _compare(self, is_sent: bool, place: int, tag: int, channel: _Channel, entry: int) -> None:
         """Look for the other side of a message, if it has begun, and raise if that is another message."""
         pages, count = self._pages, channel.count
-        if place not in pages.others and place not in pages.unreadable:
+        if place not in pages.others and place not in pages.unreadable and channel.looks < _MOST_LOOKS:
+            channel.looks += 1
             pages.look(place)
         page = pages.others.get(place)
         if page is None:

@@ -21,6 +21,7 @@ Note [Where pages are found]
 
 from __future__ import annotations
 
+import contextlib
 import json
 import weakref
 from datetime import timedelta
@@ -38,24 +39,27 @@ __all__ = ["Ledger", "open_ledger"]
 
 _HANG_UP_TAG = 2**31 - 2
 _HANG_UP_TIME = timedelta(milliseconds=1)
+_MOST_LINES = 8
 _ledgers: weakref.WeakSet[Ledger] = weakref.WeakSet()
 
 
 def open_ledger(group: dist.ProcessGroup, ranks: list[int]) -> Ledger | None:
     """The ledger of a group that has just been used for the first time; None where there is no memory for one."""
+    register = _Register(f"hyper_parallel_calls/{group.group_name}", len(ranks))
     try:
-        return Ledger(group, ranks)
-    except (OSError, RuntimeError):  # no shared memory, or no store any more: the backend will say so
+        return Ledger(group, ranks, register)
+    except (OSError, RuntimeError):
+        with contextlib.suppress(RuntimeError):
+            register.count_in()
         return None
 
 
 class Ledger:
     """What the collectives and messages of one group tell before they begin; holds no reference to the group."""
 
-    def __init__(self, group: dist.ProcessGroup, ranks: list[int]) -> None:
+    def __init__(self, group: dist.ProcessGroup, ranks: list[int], register: _Register) -> None:
         self._group = weakref.ref(group)
-        self._note = f"hyper_parallel_calls/{group.group_name}/disagreement"
-        register = _Register(f"hyper_parallel_calls/{group.group_name}", len(ranks))
+        self._note = f"{register.name}/disagreement"
         self._pages = Pages(ranks, group.rank(), register.newcomers, self.refuse)
         calls, messages = CallLedger(self._pages), MessageLedger(self._pages)
         self.enter, self.exchange = calls.enter, calls.exchange
@@ -69,13 +73,14 @@ class Ledger:
         self._pages.close()
         _ledgers.discard(self)
 
-    def find_disagreement(self) -> str | None:
-        """What another rank has found, if it has; see Note [What ends the others]."""
-        if self._pages.broken is None:
+    def disagreement(self) -> tuple[str | None, bool]:
+        """What a rank has found, if one has, and whether this rank knew; see Note [What ends the others]."""
+        was_known = self._pages.broken is not None
+        if not was_known:
             store = lost_ranks.world_store()
             if store.check([self._note]):
                 self._break(store.get(self._note).decode(errors="replace"))
-        return self._pages.broken
+        return self._pages.broken, was_known
 
     def waits_for(self) -> list[str]:
         """What this rank has begun and others of its host have not, or the other way round."""
@@ -84,7 +89,8 @@ class Ledger:
 
     def refuse(self, why: str) -> None:
         """Raise, here and on the ranks that wait for this one; see Note [What ends the others]."""
-        lost_ranks.world_store().compare_set(self._note, "", why)
+        with contextlib.suppress(RuntimeError):  # The store may have gone with the rank that holds it.
+            lost_ranks.world_store().compare_set(self._note, "", why)
         self._break(why)
         raise RuntimeError(why)
 
@@ -95,36 +101,38 @@ class Ledger:
             return
         for peer in range(group.size()):
             if peer != group.rank():
-                try:
+                with contextlib.suppress(RuntimeError):  # The time is over, or the connection closed already.
                     group.recv([torch.empty(1, dtype=torch.uint8)], peer, _HANG_UP_TAG).wait(_HANG_UP_TIME)
-                except RuntimeError:
-                    continue
 
 
 class _Register:
     """The pages of a group that have been made known; see Note [Where pages are found]."""
 
     def __init__(self, name: str, size: int) -> None:
-        self._store, self._name, self._size = lost_ranks.world_store(), name, size
+        self._store, self.name, self._size = lost_ranks.world_store(), name, size
         self._host = ""
         self._seen: set[int] = set()
 
     def enter(self, address: dict[str, Any]) -> None:
         """Make this rank's page known."""
         store, text = self._store, json.dumps(address)
-        self._host = f"{self._name}/{address['host']}"
-        store.set(f"{self._name}/{address['place']}", text)
+        self._host = f"{self.name}/{address['host']}"
+        store.set(f"{self.name}/{address['place']}", text)
         store.set(f"{self._host}/{store.add(self._host, 1)}", text)
-        store.add(f"{self._name}/come", 1)
+        self.count_in()
+
+    def count_in(self) -> None:
+        """This rank has come, with a page or without."""
+        self._store.add(f"{self.name}/come", 1)
 
     def newcomers(self, place: int | None) -> tuple[list[dict[str, Any]], bool]:
         """The pages of this host that were not given yet and whether these are all; or the page of one rank."""
         store = self._store
         try:
             if place is not None:
-                key = f"{self._name}/{place}"
+                key = f"{self.name}/{place}"
                 return ([json.loads(store.get(key))] if store.check([key]) else []), False
-            are_all = store.add(f"{self._name}/come", 0) >= self._size
+            are_all = store.add(f"{self.name}/come", 0) >= self._size
             found = []
             for number in range(1, store.add(self._host, 0) + 1):
                 key = f"{self._host}/{number}"
@@ -137,11 +145,15 @@ class _Register:
 
 
 def _explain() -> tuple[list[str], list[str]]:
-    """How the ranks disagree, if they do; and who has not begun what the others have."""
-    ledgers = list(_ledgers)
-    found = [ledger.find_disagreement() for ledger in ledgers]
-    waits = [line for ledger in ledgers for line in ledger.waits_for()]
-    return [text for text in found if text is not None], waits
+    """How ranks disagree, where this rank did not know; and what else is known: that, or who has not begun what."""
+    news, known, waits = [], [], []
+    for ledger in list(_ledgers):
+        why, was_known = ledger.disagreement()
+        if why is None:
+            waits += ledger.waits_for()
+        else:
+            (known if was_known else news).append(why)
+    return news, [*known, *waits[:_MOST_LINES]]
 
 
 lost_ranks.explanations.append(_explain)

@@ -23,7 +23,7 @@ from hyper_parallel.platform.shared_segment import ProcessIdentity
 
 _SECONDS_TO_END = 1.0  # a killed process closes its connections a moment before it is gone
 _introduced: set[weakref.ref] = set()  # the world in which this process has left its identity
-# Each gives how ranks disagree, if they do, and who has not begun what others have (``ledgers.py``).
+# Each gives why communication failed, if that is known for sure, and what else is known (``ledgers.py``).
 explanations: list[Callable[[], tuple[list[str], list[str]]]] = []
 
 
@@ -92,12 +92,12 @@ def named(error: RuntimeError) -> CommunicationError:
     if not dist.is_initialized():
         return CommunicationError(str(error))
     rank = dist.get_rank()
-    waits: list[str] = []
+    known: list[str] = []
     try:
         for explain in explanations:
-            disagreements, waits = explain()
-            if disagreements:
-                return CommunicationError(f"communication failed on rank {rank}: {'; '.join(disagreements)}\n({error})")
+            reasons, known = explain()
+            if reasons:
+                return CommunicationError(f"communication failed on rank {rank}: {'; '.join(reasons)}\n({error})")
         gone = _find_gone(rank, may_be_ending="imed out" not in str(error))
         world_store().set(_note(rank), "")
     except RuntimeError:  # the store has gone with the rank that holds it
@@ -107,7 +107,7 @@ def named(error: RuntimeError) -> CommunicationError:
             "no process of this host has ended; another rank may have raised an error, left the group, be slow, or "
             "have called something else (HYPER_PARALLEL_CHECK_COLLECTIVES=1 compares)"
         ]
-    return CommunicationError("\n".join([f"communication failed on rank {rank}: {', '.join(gone)}: {error}", *waits]))
+    return CommunicationError("\n".join([f"communication failed on rank {rank}: {', '.join(gone)}: {error}", *known]))
 
 
 def _find_gone(rank: int, may_be_ending: bool) -> list[str]:
