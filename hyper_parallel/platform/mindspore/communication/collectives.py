@@ -150,7 +150,7 @@ def all_reduce(data: Tensor, group_info: Any, async_op: bool = False, op: str = 
     _check_writable("all_reduce", data, group)
     if observers:
         notify_observers("all_reduce", group, data, async_op)
-    return _given(*transports.get_wire().all_reduce(group.channel, data, op, async_op), async_op)
+    return _given(*transports.get_transport().all_reduce(group.channel, data, op, async_op), async_op)
 
 
 def all_gather_into_tensor(data: Tensor, group_info: Any, async_op: bool = False) -> Any:
@@ -162,8 +162,8 @@ def all_gather_into_tensor(data: Tensor, group_info: Any, async_op: bool = False
         return (result, DONE) if async_op else result
     if observers:
         notify_observers("all_gather_into_tensor", group, data, async_op)
-    wire = transports.get_wire()
-    return _given(*wire.all_gather(group.channel, data, (shape[0] * group.size(), *shape[1:])), async_op)
+    transport = transports.get_transport()
+    return _given(*transport.all_gather(group.channel, data, (shape[0] * group.size(), *shape[1:])), async_op)
 
 
 def reduce_scatter_tensor(data: Tensor, group_info: Any, async_op: bool = False, op: str = "sum") -> Any:
@@ -181,8 +181,10 @@ def reduce_scatter_tensor(data: Tensor, group_info: Any, async_op: bool = False,
         return (result, DONE) if async_op else result
     if observers:
         notify_observers("reduce_scatter_tensor", group, data, async_op)
-    wire = transports.get_wire()
-    return _given(*wire.reduce_scatter(group.channel, data, op, (shape[0] // size, *shape[1:]), async_op), async_op)
+    transport = transports.get_transport()
+    return _given(
+        *transport.reduce_scatter(group.channel, data, op, (shape[0] // size, *shape[1:]), async_op), async_op
+    )
 
 
 def broadcast(data: Tensor, src: int, group: Any, async_op: bool = False) -> Any:
@@ -194,7 +196,7 @@ def broadcast(data: Tensor, src: int, group: Any, async_op: bool = False) -> Any
     _check_writable("broadcast", data, group)
     if observers:
         notify_observers("broadcast", group, data, async_op)
-    return _given(*transports.get_wire().broadcast(group.channel, data, place), async_op)
+    return _given(*transports.get_transport().broadcast(group.channel, data, place), async_op)
 
 
 def all_to_all_single(
@@ -231,7 +233,7 @@ def all_to_all_single(
         return own_copy(input_tensor).reshape(output_shape), DONE if async_op else None
     if observers:
         notify_observers("all_to_all_single", group, input_tensor, async_op)
-    output, handle = transports.get_wire().all_to_all(group.channel, input_tensor, output_shape, sent, received)
+    output, handle = transports.get_transport().all_to_all(group.channel, input_tensor, output_shape, sent, received)
     if async_op:
         return output, handle
     handle.wait()
@@ -247,7 +249,7 @@ def isend(tensor: Tensor, dst: int | None = None, group: Any = None, tag: int = 
     place = _peer_of("isend", dst, "dst", group)
     if observers:
         notify_observers("isend", group, tensor, True)
-    return transports.get_wire().send(group.channel, tensor, place, tag)
+    return transports.get_transport().send(group.channel, tensor, place, tag)
 
 
 def irecv(tensor: Tensor, src: int | None = None, group: Any = None, tag: int = 0) -> Any:
@@ -259,14 +261,14 @@ def irecv(tensor: Tensor, src: int | None = None, group: Any = None, tag: int = 
     _check_writable("irecv", tensor, group)
     if observers:
         notify_observers("irecv", group, tensor, True)
-    return transports.get_wire().receive(group.channel, tensor, place, tag)
+    return transports.get_transport().receive(group.channel, tensor, place, tag)
 
 
 def exchange(tensor: Tensor, peer_rank: int, group: ProcessGroup) -> Tensor:
     """Send to and receive from the same world rank."""
     if observers:
         notify_observers("p2p_exchange", group, tensor, False)
-    return transports.get_wire().exchange(group.channel, detached(tensor), group.ranks.index(peer_rank))
+    return transports.get_transport().exchange(group.channel, detached(tensor), group.ranks.index(peer_rank))
 
 
 def _checked_for_message(function: str, data: Any, group_info: Any) -> ProcessGroup:
@@ -284,7 +286,7 @@ def send_object_list(obj_list: list[Any], dst: int | None = None, group: Any = N
     if not obj_list:
         return
     mine = describe_objects("send_object_list", objects=len(obj_list), peer=dst) if COMPARES_RANKS else None
-    transports.get_wire().send_bytes(group.channel, pickle.dumps((mine, list(obj_list))), place)
+    transports.get_transport().send_bytes(group.channel, pickle.dumps((mine, list(obj_list))), place)
 
 
 def recv_object_list(obj_list: list[Any], src: int | None = None, group: Any = None) -> int | None:
@@ -295,7 +297,7 @@ def recv_object_list(obj_list: list[Any], src: int | None = None, group: Any = N
         raise ValueError(f"recv_object_list {where(group)}: there is no other rank to receive from")
     if not obj_list:
         return src
-    place, data = transports.get_wire().receive_bytes(group.channel, place)
+    place, data = transports.get_transport().receive_bytes(group.channel, place)
     theirs, objects = pickle.loads(data)
     if COMPARES_RANKS:
         mine = describe_objects("recv_object_list", objects=len(obj_list), peer=src)
@@ -326,4 +328,4 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> No
 
 
 def _gathered(obj: Any, group: ProcessGroup) -> list[Any]:
-    return [pickle.loads(part) for part in transports.get_wire().gather_bytes(group.channel, pickle.dumps(obj))]
+    return [pickle.loads(part) for part in transports.get_transport().gather_bytes(group.channel, pickle.dumps(obj))]

@@ -100,10 +100,10 @@ def init_process_group(
         raise ValueError("init_process_group: store is not used on MindSpore; give init_method='tcp://host:port'")
     _leave_if_scheduler()
     rank, world_size, address, port = _whereabouts(init_method, rank, world_size)
-    wire = transports.get_wire()
+    transport = transports.get_transport()
     limit = timeout or DEFAULT_TIMEOUT
     name = f"world-{_num_worlds_left}-{os.environ.get('TORCHELASTIC_RUN_ID', '')}-{address}-{port}"
-    channel = wire.join(backend, rank, world_size, address, port, name, limit, pg_options, device_id)
+    channel = transport.join(backend, rank, world_size, address, port, name, limit, pg_options, device_id)
     _world = ProcessGroup(range(world_size), rank, "world", channel)
 
 
@@ -123,9 +123,9 @@ def destroy_process_group(group: Any = None) -> None:
         _num_times_made.clear()
         _num_worlds_left += 1
         _world = None
-        transports.get_wire().leave()
+        transports.get_transport().leave()
     else:
-        transports.get_wire().drop_group(leaving.channel)
+        transports.get_transport().drop_group(leaving.channel)
 
 
 def world_generation() -> int:
@@ -239,7 +239,7 @@ def get_process_group_ranks(group: Any = None) -> list[int]:
 def get_backend(group: Any = None) -> str:
     """The transport of ``group``: "hccl" on Ascend, "tcp" on a CPU, "mccl" if MindSpore's own world was joined too."""
     unwrap_group(group)
-    return transports.get_wire().backend
+    return transports.get_transport().backend
 
 
 def barrier(group: Any = None, async_op: bool = False, device_ids: Sequence[int] | None = None) -> Any:
@@ -249,7 +249,7 @@ def barrier(group: Any = None, async_op: bool = False, device_ids: Sequence[int]
         return DONE if async_op else None
     for announce in before_barrier:
         announce(group)
-    handle = transports.get_wire().barrier(group.channel)
+    handle = transports.get_transport().barrier(group.channel)
     if async_op:
         return handle
     handle.wait()
@@ -288,4 +288,4 @@ def _new_group(ranks: list[int]) -> ProcessGroup:
         key = tuple(ranks)
         num_times = _num_times_made[key] = _num_times_made.get(key, 0) + 1
         name = f"hyper_parallel/{_num_worlds_left}/{'-'.join(map(str, ranks))}/{num_times}"
-        return ProcessGroup(ranks, get_rank(), name, transports.get_wire().make_group(ranks, name))
+        return ProcessGroup(ranks, get_rank(), name, transports.get_transport().make_group(ranks, name))

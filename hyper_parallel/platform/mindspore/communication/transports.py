@@ -1,8 +1,7 @@
-"""What carries tensors between processes, chosen once: ``AscendWire`` (MindSpore's hccl) or ``HostWire`` (TCP, on a
-CPU).
+"""What carries tensors between processes, chosen once: ``HcclTransport`` on Ascend, ``TcpTransport`` on a CPU.
 
 Both have the same methods; ``collectives.py`` makes the checks and calls them. Every operation gives ``(result,
-handle)``: the result is complete once ``handle.wait()`` has returned. Results are whole new tensors, or are written
+handle)``: the result is complete once ``handle.wait()`` has returned. Results are new tensors, or are written
 through pointer and strides into the tensor that was given, whatever it views.
 
 Note [Why not mccl on a CPU]
@@ -32,7 +31,7 @@ from hyper_parallel.platform.mindspore.base import start
 from hyper_parallel.platform.mindspore.base.memory import bytes_of, copy_into, from_array, memory_of, numpy_type
 from hyper_parallel.platform.world_secret import find_secret
 
-__all__ = ["AscendWire", "HostWire", "Pending", "get_wire"]
+__all__ = ["HcclTransport", "Pending", "TcpTransport", "get_transport"]
 
 
 class Pending:
@@ -54,12 +53,12 @@ class Pending:
         return self._finish is None or self._is_ready()
 
 
-class HostWire:
+class TcpTransport:
     """Tensors in host memory, over TCP connections between the processes."""
 
     def __init__(self) -> None:
         self.backend = "tcp"
-        self._transport: HostTransport | None = None
+        self._connections: HostTransport | None = None
 
     # ---------------------------------------------------------------- worlds and groups
 
@@ -80,9 +79,9 @@ class HostWire:
                 f"init_process_group: backend {backend!r} does not exist on a CPU; use 'tcp', or 'mccl' to join "
                 "MindSpore's own world too"
             )
-        self._transport = HostTransport(rank, world_size, address, port, name, timeout.total_seconds(), find_secret())
+        self._connections = HostTransport(rank, world_size, address, port, name, timeout.total_seconds(), find_secret())
         self.backend = backend or "tcp"
-        world = HostGroup(self._transport, range(world_size), name)
+        world = HostGroup(self._connections, range(world_size), name)
         if backend == "mccl":
             from hyper_parallel.platform.mindspore.communication import mccl
 
@@ -94,13 +93,13 @@ class HostWire:
         return world
 
     def leave(self) -> None:
-        assert self._transport is not None
-        self._transport.close()
-        self._transport = None
+        assert self._connections is not None
+        self._connections.close()
+        self._connections = None
 
     def make_group(self, ranks: Sequence[int], name: str) -> HostGroup:
-        assert self._transport is not None
-        return HostGroup(self._transport, ranks, name)
+        assert self._connections is not None
+        return HostGroup(self._connections, ranks, name)
 
     def drop_group(self, channel: HostGroup) -> None:
         """Nothing is held for a group."""
@@ -220,7 +219,7 @@ _HCCL_OPS = ("sum", "max", "min", "prod")
 _HCCL_TYPES = (ms.int8, ms.int16, ms.int32, ms.int64, ms.float16, ms.float32, ms.bfloat16)
 
 
-class AscendWire:
+class HcclTransport:
     """Tensors on Ascend devices, over MindSpore's hccl. A channel is hccl's name of the group."""
 
     backend = "hccl"
@@ -272,11 +271,13 @@ class AscendWire:
     def all_reduce(self, channel: str, data: Tensor, op: str, async_op: bool) -> tuple[Tensor, Any]:
         size = len(self._members[channel])
         if (op in _HCCL_OPS or (op == "avg" and data.dtype is ms.float32)) and data.dtype in _HCCL_TYPES:
-            whole = data if data.is_contiguous() else data.contiguous()
-            handle = self._distributed.all_reduce(whole, op="sum" if op == "avg" else op, group=channel, async_op=True)
-            if whole is data and op != "avg":
+            contiguous = data if data.is_contiguous() else data.contiguous()
+            handle = self._distributed.all_reduce(
+                contiguous, op="sum" if op == "avg" else op, group=channel, async_op=True
+            )
+            if contiguous is data and op != "avg":
                 return data, handle
-            return data, Pending(lambda: (handle.wait(), data.copy_(whole / size if op == "avg" else whole)))
+            return data, Pending(lambda: (handle.wait(), data.copy_(contiguous / size if op == "avg" else contiguous)))
         gathered, handle = self.all_gather(channel, data, (size, *data.shape))
 
         def finish() -> None:
@@ -298,20 +299,20 @@ class AscendWire:
             return result, self._distributed.reduce_scatter_tensor(
                 result, data.contiguous(), op=op, group=channel, async_op=True
             )
-        whole = data.contiguous() * 1
-        _, handle = self.all_reduce(channel, whole, op, True)
+        contiguous = data.contiguous() * 1
+        _, handle = self.all_reduce(channel, contiguous, op, True)
         place = self._members[channel].index(self._distributed.get_rank())
         rows = result.shape[0]
         return result, Pending(
-            lambda: (handle.wait(), result.copy_(whole[place * rows : (place + 1) * rows].reshape(result.shape)))
+            lambda: (handle.wait(), result.copy_(contiguous[place * rows : (place + 1) * rows].reshape(result.shape)))
         )
 
     def broadcast(self, channel: str, data: Tensor, source: int) -> tuple[Tensor, Any]:
-        whole = data if data.is_contiguous() else data.contiguous()
-        handle = self._distributed.broadcast(whole, self._members[channel][source], group=channel, async_op=True)
-        if whole is data:
+        contiguous = data if data.is_contiguous() else data.contiguous()
+        handle = self._distributed.broadcast(contiguous, self._members[channel][source], group=channel, async_op=True)
+        if contiguous is data:
             return data, handle
-        return data, Pending(lambda: (handle.wait(), data.copy_(whole)))
+        return data, Pending(lambda: (handle.wait(), data.copy_(contiguous)))
 
     def all_to_all(
         self, channel: str, data: Tensor, shape: Sequence[int], sent: Sequence[int], received: Sequence[int]
@@ -328,9 +329,9 @@ class AscendWire:
     def receive(self, channel: str, data: Tensor, source: int | None, tag: int) -> Any:
         if source is None:
             raise ValueError("irecv on Ascend: hccl receives from a rank that is named; give src")
-        whole = data if data.is_contiguous() else data.contiguous()
-        handle = self._distributed.irecv(whole, self._members[channel][source], group=channel, tag=tag)
-        return handle if whole is data else Pending(lambda: (handle.wait(), data.copy_(whole)))
+        contiguous = data if data.is_contiguous() else data.contiguous()
+        handle = self._distributed.irecv(contiguous, self._members[channel][source], group=channel, tag=tag)
+        return handle if contiguous is data else Pending(lambda: (handle.wait(), data.copy_(contiguous)))
 
     def exchange(self, channel: str, data: Tensor, peer: int) -> Tensor:
         result = mint.empty(data.shape, dtype=data.dtype)
@@ -363,6 +364,6 @@ class AscendWire:
 
 
 @functools.cache
-def get_wire() -> HostWire | AscendWire:
-    """The wire of this process."""
-    return AscendWire() if start.on_ascend() else HostWire()
+def get_transport() -> TcpTransport | HcclTransport:
+    """The transport of this process."""
+    return HcclTransport() if start.on_ascend() else TcpTransport()
