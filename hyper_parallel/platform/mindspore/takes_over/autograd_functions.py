@@ -13,7 +13,7 @@ from typing import Any
 from hyper_parallel.platform.mindspore import private_api
 from hyper_parallel.platform.mindspore.base import tensors
 from hyper_parallel.platform.mindspore.dtensor.tensor_type import DTensorBase
-from hyper_parallel.platform.mindspore.takes_over import translation
+from hyper_parallel.platform.mindspore.takes_over import names, translation
 
 _plain_apply = private_api.Function.apply.__func__
 _handler: Callable[[type, tuple[Any, ...], dict[str, Any]], Any] | None = None
@@ -48,6 +48,6 @@ def get_op_name(func: Any) -> str:
     if isinstance(func, translation.PassedOn):
         return func.__name__
     name = func if isinstance(func, str) else getattr(func, "name", None)
-    if isinstance(name, str) and name in translation.SAME:
-        return translation.SAME[name]
+    if isinstance(name, str) and name in names.SAME:
+        return names.SAME[name]
     return tensors.get_op_name(func)

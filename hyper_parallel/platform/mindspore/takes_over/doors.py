@@ -1,10 +1,24 @@
-"""Where operators on DTensors are noticed: ``__fallback__``, and the methods and functions that never get there.
+"""The doors by which an operator that meets a DTensor arrives, and the way from there to the dispatcher.
+
+Note [The four doors]
+    1. Functions of MindSpore that are one operator of the rule table (``mint.matmul(x, w)``, ``ops.cross_entropy``) are
+       replaced in its modules: ``whole_functions.py``, with the names in ``whole_function_names.py``.
+    2. Python's operators and methods of elements (``x @ w``, ``x.exp()``) are methods of DTensor:
+       ``python_operators.py``.
+    3. All other operators of MindSpore (``Add``, a method written in C++, an old primitive) come to ``__fallback__``
+       here, and are put into the words of the rule table: ``translation.py``, with the names in ``names.py``.
+    4. What MindSpore lets nobody see, below, are methods of DTensor and wrappers in this file: indexing, iteration,
+       questions with a plain answer, lists of tensors, random values in place.
+
+    A new operator needs a name for door 1 or 3, whichever it comes by, and a function in ``operators/`` where
+    MindSpore's own does not take what the rule takes. Autograd functions have a door of their own
+    (``autograd_functions.py``), and compiled code has none: it is refused (``compiled_code.py``).
 
 Note [What __fallback__ does not see]
-MindSpore asks for ``__fallback__`` when an argument of an operator is of a subclass. It does not look into lists of old
-primitives (``ops.stack``), indexing goes its own way, some questions are answered by the C++ tensor, and a method of a
-plain tensor looks at the plain tensor only. For these there are methods of DTensor, wrappers of the few functions, and
-a ``__fallback__`` of plain tensors, which MindSpore asks only where a DTensor is the other operand.
+    MindSpore asks for ``__fallback__`` when an argument of an operator is of a subclass. It does not look into lists of
+    old primitives (``ops.stack``), indexing goes its own way, some questions are answered by the C++ tensor, and a
+    method of a plain tensor looks at the plain tensor only. For these there are methods of DTensor, wrappers of the few
+    functions, and a ``__fallback__`` of plain tensors, which MindSpore asks only where a DTensor is the other operand.
 """
 
 from __future__ import annotations
@@ -24,11 +38,13 @@ from hyper_parallel.platform.mindspore.dtensor.tensor_type import (
     plain_kind,
 )
 from hyper_parallel.platform.mindspore.mends.empty_blocks import zeros_of
+from hyper_parallel.platform.mindspore.operators.all_operators import NEUTRAL
 from hyper_parallel.platform.mindspore.operators.creation import clone
 from hyper_parallel.platform.mindspore.operators.positions import takes_nothing
 from hyper_parallel.platform.mindspore.operators.writes import copy_
 from hyper_parallel.platform.mindspore.takes_over import compiled_code, python_operators, translation, whole_functions
-from hyper_parallel.platform.mindspore.takes_over.translation import NEUTRAL, RANDOM, Composed, neutral_call, passed_on
+from hyper_parallel.platform.mindspore.takes_over.translated_operators import RANDOM
+from hyper_parallel.platform.mindspore.takes_over.translation import Composed, neutral_call, passed_on
 
 _intercept: Callable[..., Any]
 
