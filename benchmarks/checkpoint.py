@@ -39,7 +39,7 @@ from rich.table import Table
 
 import hyper_parallel as ours
 from hyper_parallel import checkpoint
-from hyper_parallel.core.distributed_checkpoint.chunks import TensorSpec, plan_chunks
+from hyper_parallel.core.distributed_checkpoint.planning.chunks import TensorSpec, plan_chunks
 
 NUM_RANKS = 4
 SMALL, LARGE = "2,000 x 16 KiB", "32 x 32 MiB"

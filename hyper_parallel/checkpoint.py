@@ -14,11 +14,11 @@ _HOME_OF = {
     "async_save": f"{_HERE}.async_save",
     "AsyncSave": f"{_HERE}.async_save",
     "load": f"{_HERE}.load",
-    "read_metadata": f"{_HERE}.stored_files",
-    "verify": f"{_HERE}.stored_files",
-    "latest": f"{_HERE}.cleanup",
-    "keep_last": f"{_HERE}.cleanup",
-    "checkpoints": f"{_HERE}.cleanup",
+    "read_metadata": f"{_HERE}.format.stored_files",
+    "verify": f"{_HERE}.format.stored_files",
+    "latest": f"{_HERE}.storage.cleanup",
+    "keep_last": f"{_HERE}.storage.cleanup",
+    "checkpoints": f"{_HERE}.storage.cleanup",
     **dict.fromkeys(
         (
             "get_state_dict",
@@ -30,14 +30,14 @@ _HOME_OF = {
         ),
         f"{_HERE}.state_dict",
     ),
-    "load_hugging_face": f"{_HERE}.hugging_face",
-    "save_hugging_face": f"{_HERE}.hugging_face",
-    "KeyMapping": f"{_HERE}.key_mapping",
-    "load_torch": f"{_HERE}.load_torch",
-    "StandardSavePlanner": f"{_HERE}.standard_planner",
-    "StandardLoadPlanner": f"{_HERE}.standard_planner",
+    "load_hugging_face": f"{_HERE}.foreign.hugging_face",
+    "save_hugging_face": f"{_HERE}.foreign.hugging_face",
+    "KeyMapping": f"{_HERE}.foreign.key_mapping",
+    "load_torch": f"{_HERE}.foreign.load_torch",
+    "StandardSavePlanner": f"{_HERE}.planning.standard_planner",
+    "StandardLoadPlanner": f"{_HERE}.planning.standard_planner",
     **dict.fromkeys(
-        ("SavePlanner", "LoadPlanner", "SavePlan", "LoadPlan", "WriteItem", "ReadItem"), f"{_HERE}.planner"
+        ("SavePlanner", "LoadPlanner", "SavePlan", "LoadPlan", "WriteItem", "ReadItem"), f"{_HERE}.planning.planner"
     ),
     **dict.fromkeys(
         (
@@ -48,15 +48,15 @@ _HOME_OF = {
             "TensorStorageMetadata",
             "BytesStorageMetadata",
         ),
-        f"{_HERE}.metadata",
+        f"{_HERE}.base.metadata",
     ),
-    "StorageWriter": f"{_HERE}.storage",
-    "StorageReader": f"{_HERE}.storage",
-    "FileSystemWriter": f"{_HERE}.filesystem",
-    "FileSystemReader": f"{_HERE}.filesystem",
-    "FsspecWriter": f"{_HERE}.fsspec_storage",
-    "FsspecReader": f"{_HERE}.fsspec_storage",
-    **dict.fromkeys(("CheckpointError", "CorruptCheckpointError"), f"{_HERE}.errors"),
+    "StorageWriter": f"{_HERE}.storage.storage",
+    "StorageReader": f"{_HERE}.storage.storage",
+    "FileSystemWriter": f"{_HERE}.storage.filesystem",
+    "FileSystemReader": f"{_HERE}.storage.filesystem",
+    "FsspecWriter": f"{_HERE}.storage.fsspec_storage",
+    "FsspecReader": f"{_HERE}.storage.fsspec_storage",
+    **dict.fromkeys(("CheckpointError", "CorruptCheckpointError"), f"{_HERE}.base.errors"),
 }
 
 __all__ = [*_HOME_OF]

@@ -13,15 +13,14 @@ from typing import Any
 import pytest
 
 from hyper_parallel import DeviceMesh, Layout, Replicate, Shard, init_device_mesh
-from hyper_parallel.core.distributed_checkpoint import messages, planner
-from hyper_parallel.core.distributed_checkpoint.agreement import Report
-from hyper_parallel.core.distributed_checkpoint.agreement_folder import AgreementFolder
-from hyper_parallel.core.distributed_checkpoint.chunks import ObjectSpec, TensorSpec
-from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError
-from hyper_parallel.core.distributed_checkpoint.file_agreement import FileAgreement, Hello, Opening
-from hyper_parallel.core.distributed_checkpoint.load import Share, _ReadReport
-from hyper_parallel.core.distributed_checkpoint.messages import MessageError, decode_message, encode_message
-from hyper_parallel.core.distributed_checkpoint.metadata import (
+from hyper_parallel.core.distributed_checkpoint.agreement import messages
+from hyper_parallel.core.distributed_checkpoint.agreement.agreement import Report
+from hyper_parallel.core.distributed_checkpoint.agreement.agreement_folder import AgreementFolder
+from hyper_parallel.core.distributed_checkpoint.agreement.file_agreement import FileAgreement, Hello, Opening
+from hyper_parallel.core.distributed_checkpoint.agreement.messages import MessageError, decode_message, encode_message
+from hyper_parallel.core.distributed_checkpoint.background.writer_links import Door
+from hyper_parallel.core.distributed_checkpoint.base.errors import CheckpointError
+from hyper_parallel.core.distributed_checkpoint.base.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
@@ -30,8 +29,10 @@ from hyper_parallel.core.distributed_checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from hyper_parallel.core.distributed_checkpoint.shard_file import RankReport, WrittenFile, WrittenItem
-from hyper_parallel.core.distributed_checkpoint.writer_links import Door
+from hyper_parallel.core.distributed_checkpoint.format.shard_file import RankReport, WrittenFile, WrittenItem
+from hyper_parallel.core.distributed_checkpoint.load import Share, _ReadReport
+from hyper_parallel.core.distributed_checkpoint.planning import planner
+from hyper_parallel.core.distributed_checkpoint.planning.chunks import ObjectSpec, TensorSpec
 from tests.attacks.confined import run_confined
 from tests.attacks.mutations import damaged_bytes, damaged_data, try_all
 

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hyper_parallel.cli.main import app
-from hyper_parallel.core.distributed_checkpoint.checksum import crc32c
+from hyper_parallel.core.distributed_checkpoint.base.checksum import crc32c
 from tests.attacks.confined import run_confined
 from tests.attacks.mutations import damaged_bytes, damaged_data, try_all
 from tests.attacks.test_metadata import body_of, framed, gridded, layout, sample_folder

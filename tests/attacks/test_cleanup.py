@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from hyper_parallel import checkpoint
-from hyper_parallel.core.distributed_checkpoint import cleanup, filesystem
-from hyper_parallel.core.distributed_checkpoint.file_locks import hold_lock, is_held
-from hyper_parallel.core.distributed_checkpoint.file_names import is_data_file, new_save_name, save_of
-from hyper_parallel.core.distributed_checkpoint.save_marks import SaveMark
+from hyper_parallel.core.distributed_checkpoint.storage import cleanup, filesystem
+from hyper_parallel.core.distributed_checkpoint.storage.file_locks import hold_lock, is_held
+from hyper_parallel.core.distributed_checkpoint.storage.file_names import is_data_file, new_save_name, save_of
+from hyper_parallel.core.distributed_checkpoint.storage.save_marks import SaveMark
 from tests.distributed_checkpoint.test_kills import end_of, start_child
 from tests.distributed_checkpoint.versions import save_version, stray_files, version_of
 

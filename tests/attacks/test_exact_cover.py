@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 
-from hyper_parallel.core.distributed_checkpoint.exact_cover import covers_once
+from hyper_parallel.core.distributed_checkpoint.base.exact_cover import covers_once
 
 only_on = "torch"  # arithmetic, no framework takes part
 

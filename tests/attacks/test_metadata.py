@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hyper_parallel.core.distributed_checkpoint.checksum import crc32c
-from hyper_parallel.core.distributed_checkpoint.errors import CorruptCheckpointError
-from hyper_parallel.core.distributed_checkpoint.index_file import decode_index, encode_index, grid_or_boxes
-from hyper_parallel.core.distributed_checkpoint.rewrite import Cuts, Selection, write_checkpoint
-from hyper_parallel.core.distributed_checkpoint.stored_files import read_metadata, verify
-from hyper_parallel.core.distributed_checkpoint.tensor_source import OURS, kind_of, open_source
+from hyper_parallel.core.distributed_checkpoint.base.checksum import crc32c
+from hyper_parallel.core.distributed_checkpoint.base.errors import CorruptCheckpointError
+from hyper_parallel.core.distributed_checkpoint.format.index_file import decode_index, encode_index, grid_or_boxes
+from hyper_parallel.core.distributed_checkpoint.format.stored_files import read_metadata, verify
+from hyper_parallel.core.distributed_checkpoint.tools.rewrite import Cuts, Selection, write_checkpoint
+from hyper_parallel.core.distributed_checkpoint.tools.tensor_source import OURS, kind_of, open_source
 from tests.attacks.confined import run_confined
 from tests.attacks.mutations import damaged_bytes, damaged_data, try_all
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from hyper_parallel.core.distributed_checkpoint.errors import CorruptCheckpointError
-from hyper_parallel.core.distributed_checkpoint.json_state import decode_object, encode_object
+from hyper_parallel.core.distributed_checkpoint.base.errors import CorruptCheckpointError
+from hyper_parallel.core.distributed_checkpoint.format.json_state import decode_object, encode_object
 from hyper_parallel.platform import get_platform
 from tests.attacks.confined import run_confined
 from tests.attacks.mutations import damaged_bytes, damaged_data, try_all

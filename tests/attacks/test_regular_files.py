@@ -7,8 +7,8 @@ import socket
 
 import pytest
 
-from hyper_parallel.core.distributed_checkpoint.errors import CorruptCheckpointError
-from hyper_parallel.core.distributed_checkpoint.regular_files import open_regular, read_regular
+from hyper_parallel.core.distributed_checkpoint.base.errors import CorruptCheckpointError
+from hyper_parallel.core.distributed_checkpoint.base.regular_files import open_regular, read_regular
 from tests.attacks.confined import run_confined
 
 only_on = "torch"  # reads files, no framework takes part

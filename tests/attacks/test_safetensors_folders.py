@@ -12,14 +12,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hyper_parallel.core.distributed_checkpoint import folder_files, rewrite
-from hyper_parallel.core.distributed_checkpoint.aside_folder import AsideFolder
-from hyper_parallel.core.distributed_checkpoint.errors import CorruptCheckpointError
-from hyper_parallel.core.distributed_checkpoint.file_names import new_save_name
-from hyper_parallel.core.distributed_checkpoint.folder_files import FolderPlan, create_file
-from hyper_parallel.core.distributed_checkpoint.rewrite import Selection, write_folder
-from hyper_parallel.core.distributed_checkpoint.safetensors_folder import SafetensorsFolder
-from hyper_parallel.core.distributed_checkpoint.tensor_source import SafetensorsSource
+from hyper_parallel.core.distributed_checkpoint.base.errors import CorruptCheckpointError
+from hyper_parallel.core.distributed_checkpoint.foreign import folder_files
+from hyper_parallel.core.distributed_checkpoint.foreign.folder_files import FolderPlan, create_file
+from hyper_parallel.core.distributed_checkpoint.foreign.safetensors_folder import SafetensorsFolder
+from hyper_parallel.core.distributed_checkpoint.storage.aside_folder import AsideFolder
+from hyper_parallel.core.distributed_checkpoint.storage.file_names import new_save_name
+from hyper_parallel.core.distributed_checkpoint.tools import rewrite
+from hyper_parallel.core.distributed_checkpoint.tools.rewrite import Selection, write_folder
+from hyper_parallel.core.distributed_checkpoint.tools.tensor_source import SafetensorsSource
 from tests.attacks.confined import run_confined
 from tests.attacks.mutations import damaged_bytes, damaged_data, try_all
 from tests.attacks.test_metadata import SampleSource

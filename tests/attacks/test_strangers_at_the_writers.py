@@ -21,12 +21,12 @@ import pytest
 
 from hyper_parallel import checkpoint as ckpt
 from hyper_parallel.core.distributed_checkpoint import async_save as async_save_module
-from hyper_parallel.core.distributed_checkpoint import background, writer_links, writer_process
-from hyper_parallel.core.distributed_checkpoint.agreement import Report
-from hyper_parallel.core.distributed_checkpoint.errors import LostRankError
-from hyper_parallel.core.distributed_checkpoint.file_agreement import FileAgreement
-from hyper_parallel.core.distributed_checkpoint.messages import MAX_MESSAGE_BYTES, MessageError
-from hyper_parallel.core.distributed_checkpoint.writer_links import connect_writers
+from hyper_parallel.core.distributed_checkpoint.agreement.agreement import Report
+from hyper_parallel.core.distributed_checkpoint.agreement.file_agreement import FileAgreement
+from hyper_parallel.core.distributed_checkpoint.agreement.messages import MAX_MESSAGE_BYTES, MessageError
+from hyper_parallel.core.distributed_checkpoint.background import writer_handle, writer_links, writer_process
+from hyper_parallel.core.distributed_checkpoint.background.writer_links import connect_writers
+from hyper_parallel.core.distributed_checkpoint.base.errors import LostRankError
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.reception import Refused, introduce
 from tests.attacks.confined import run_confined
@@ -324,7 +324,7 @@ def test_the_command_line_and_the_environment_of_a_writer_hold_no_secret(tmp_pat
     monkeypatch.setattr(writer_links.secrets, "token_bytes", lambda num: drawn.append(token_bytes(num)) or drawn[-1])
     agreements = [FileAgreement(tmp_path / "agreement", rank, 2, LONG) for rank in range(2)]
     with ThreadPoolExecutor(2) as pool:
-        writers = list(pool.map(background.WriterProcess, agreements))
+        writers = list(pool.map(writer_handle.WriterProcess, agreements))
         list(pool.map(FileAgreement.close, agreements))
     (secret,) = [found for found in drawn if len(found) == 32]
     try:
@@ -372,7 +372,7 @@ def test_the_start_of_a_writer_asks_no_class_that_a_checkpoint_can_have_touched(
                 monkeypatch.setattr(kind, name, touched)
     monkeypatch.setattr(sys, "executable", "/bin/false")
     here, there = socket.socketpair()
-    process = background._start(there)
+    process = writer_handle._start(there)
     here.close()
     there.close()
     assert process.wait(LONG) == 0, "it came up, heard nothing, and ended"
@@ -380,7 +380,7 @@ def test_the_start_of_a_writer_asks_no_class_that_a_checkpoint_can_have_touched(
 
 @pytest.mark.parametrize("python", ["", "python", "./python", "/nowhere/python", "/tmp"])
 def test_without_a_python_to_start_the_save_fails_and_says_so(tmp_path, monkeypatch, python):
-    monkeypatch.setattr(background, "_PYTHON", python)
+    monkeypatch.setattr(writer_handle, "_PYTHON", python)
     started = []
     monkeypatch.setattr(subprocess, "Popen", lambda *args, **kwargs: started.append(args))
     handle = ckpt.async_save({"x": 1}, checkpoint_id=tmp_path / "c", no_dist=True)

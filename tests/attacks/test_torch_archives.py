@@ -149,7 +149,7 @@ def read_many(parent: str) -> dict[str, str]:
     """How each checkpoint in a folder is refused."""
     import os
 
-    from hyper_parallel.core.distributed_checkpoint.errors import CorruptCheckpointError
+    from hyper_parallel.core.distributed_checkpoint.base.errors import CorruptCheckpointError
     from tests.attacks.torch_samples import read_tensor
 
     refusals = {}

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from hyper_parallel.core.distributed_checkpoint.errors import CorruptCheckpointError
-from hyper_parallel.core.distributed_checkpoint.torch_globals import known_global, stored_part
-from hyper_parallel.core.distributed_checkpoint.torch_metadata import read_metadata
-from hyper_parallel.core.distributed_checkpoint.torch_pickle import read_pickle
-from hyper_parallel.core.distributed_checkpoint.torch_plain import check_plain
+from hyper_parallel.core.distributed_checkpoint.base.errors import CorruptCheckpointError
+from hyper_parallel.core.distributed_checkpoint.foreign.torch_pickles.torch_globals import known_global, stored_part
+from hyper_parallel.core.distributed_checkpoint.foreign.torch_pickles.torch_metadata import read_metadata
+from hyper_parallel.core.distributed_checkpoint.foreign.torch_pickles.torch_pickle import read_pickle
+from hyper_parallel.core.distributed_checkpoint.foreign.torch_pickles.torch_plain import check_plain
 from tests.attacks.confined import run_confined
 from tests.attacks.mutations import damaged_bytes, damaged_data, try_all
 from tests.attacks.torch_samples import (

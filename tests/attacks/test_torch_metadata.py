@@ -88,7 +88,7 @@ def _write_bad(folder, kind: str) -> None:
 
 def read_many(parent: str) -> dict[str, str]:
     """How each checkpoint in a folder is refused."""
-    from hyper_parallel.core.distributed_checkpoint.errors import CorruptCheckpointError
+    from hyper_parallel.core.distributed_checkpoint.base.errors import CorruptCheckpointError
     from tests.attacks.torch_samples import read_metadata
 
     refusals = {}

@@ -32,7 +32,7 @@ only_on = "torch"  # reads files; PyTorch writes some of them
 
 _HERE = "tests.attacks.test_torch_pickles"
 _SAMPLES = "tests.attacks.torch_samples"
-_OURS = ("records", "pickle_cost", "pickle", "globals", "plain", "metadata", "archive", "dcp")
+_OURS = ("records", "pickle_cost", "pickle", "globals", "plain", "metadata", "archive")
 
 # ---------------------------------------------------------------- classes and functions
 
@@ -47,7 +47,9 @@ def _facts(thing: Any) -> Any:
 def _reachable() -> dict[str, Any]:
     """Classes and functions that a pickle might reach: those named in it, and those of the reader itself."""
     modules = [builtins, collections, pathlib, types, pickle, importlib.import_module("_codecs")]
-    modules += [importlib.import_module(f"hyper_parallel.core.distributed_checkpoint.torch_{name}") for name in _OURS]
+    foreign = "hyper_parallel.core.distributed_checkpoint.foreign"
+    modules += [importlib.import_module(f"{foreign}.torch_pickles.torch_{name}") for name in _OURS]
+    modules.append(importlib.import_module(f"{foreign}.torch_dcp"))
     things = {f"{module.__name__}.{name}": thing for module in modules for name, thing in vars(module).items()}
     facts = {name: _facts(thing) for name, thing in things.items()}
     for name, thing in things.items():

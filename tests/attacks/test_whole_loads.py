@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from hyper_parallel import Replicate, Shard, checkpoint, init_device_mesh
-from hyper_parallel.core.distributed_checkpoint import held_state
-from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError, CorruptCheckpointError
-from hyper_parallel.core.distributed_checkpoint.safetensors_folder import SafetensorsFolder
+from hyper_parallel.core.distributed_checkpoint.base.errors import CheckpointError, CorruptCheckpointError
+from hyper_parallel.core.distributed_checkpoint.foreign.safetensors_folder import SafetensorsFolder
+from hyper_parallel.core.distributed_checkpoint.planning import held_state
 from hyper_parallel.platform import get_platform
 from tests.frameworks import distribute_tensor, equal, on_mindspore, ours, same_bits, theirs
 from tests.world import run_on_ranks

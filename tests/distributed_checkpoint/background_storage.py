@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from hyper_parallel.core.distributed_checkpoint.filesystem import FileSystemWriter
+from hyper_parallel.core.distributed_checkpoint.storage.filesystem import FileSystemWriter
 
 
 class GatedWriter(FileSystemWriter):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hyper_parallel import DTensor, Layout, checkpoint, init_device_mesh
-from hyper_parallel.core.distributed_checkpoint import chunks
+from hyper_parallel.core.distributed_checkpoint.planning import chunks
 from hyper_parallel.platform import get_platform
 from tests.frameworks import from_local, known_dtypes, on_mindspore, ours, same_bits
 

@@ -14,7 +14,7 @@ import torch
 import hyper_parallel as hp
 from hyper_parallel import checkpoint as ckpt
 from hyper_parallel.core.distributed_checkpoint import async_save as async_save_module
-from hyper_parallel.core.distributed_checkpoint import background
+from hyper_parallel.core.distributed_checkpoint.background import writer_handle
 from tests.distributed_checkpoint.background_storage import (
     DyingWriter,
     FullDiskWriter,
@@ -248,7 +248,7 @@ def test_a_writer_that_cannot_be_started(tmp_path: Path) -> None:
         async_save_module._finish_all()
         with pytest.MonkeyPatch.context() as patch:
             if dist.get_rank() == unlucky:
-                patch.setattr(background, "_start", refuse)
+                patch.setattr(writer_handle, "_start", refuse)
             handle = ckpt.async_save(_state(mesh, 1.0), checkpoint_id=folder)
         said = rf"rank {unlucky} (cannot be started: .*too many processes|is gone)|rank {unlucky}: it is gone"
         with pytest.raises(ckpt.CheckpointError, match=said):
@@ -267,7 +267,7 @@ def test_a_rank_is_interrupted_while_it_hands_its_part_over(tmp_path: Path) -> N
     for number in range(2):  # before the writers are started, and behind
         if dist.get_rank() == 1:
             with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-                patch.setattr(background.WriterProcess, "_send", _interrupted)
+                patch.setattr(writer_handle.WriterProcess, "_send", _interrupted)
                 ckpt.async_save(_state(mesh, -1.0), checkpoint_id=folder)
         else:
             handle = ckpt.async_save(_state(mesh, -1.0), checkpoint_id=folder)

@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 import hyper_parallel as hp
 from hyper_parallel import checkpoint as ckpt
 from hyper_parallel.cli.main import app
-from hyper_parallel.core.distributed_checkpoint.errors import CorruptCheckpointError
-from hyper_parallel.core.distributed_checkpoint.stored_files import StoredFiles
-from hyper_parallel.core.distributed_checkpoint.tensor_source import open_source
+from hyper_parallel.core.distributed_checkpoint.base.errors import CorruptCheckpointError
+from hyper_parallel.core.distributed_checkpoint.format.stored_files import StoredFiles
+from hyper_parallel.core.distributed_checkpoint.tools.tensor_source import open_source
 
 only_on = "torch"  # commands that read and write files; their checkpoints are made with PyTorch
 

@@ -16,22 +16,23 @@ import torch
 from safetensors.torch import load_file
 
 from hyper_parallel import Layout, Partial, Replicate, Shard, checkpoint, init_device_mesh
-from hyper_parallel.core.distributed_checkpoint import checksum, file_boxes
-from hyper_parallel.core.distributed_checkpoint.checksum import crc32c, share_of_box, share_of_whole
-from hyper_parallel.core.distributed_checkpoint.chunks import (
+from hyper_parallel.core.distributed_checkpoint.base import checksum
+from hyper_parallel.core.distributed_checkpoint.base.checksum import crc32c, share_of_box, share_of_whole
+from hyper_parallel.core.distributed_checkpoint.base.grids import cells_touching
+from hyper_parallel.core.distributed_checkpoint.base.metadata import ChunkStorageMetadata, TensorProperties, dtype_size
+from hyper_parallel.core.distributed_checkpoint.format.json_state import decode_object, encode_object
+from hyper_parallel.core.distributed_checkpoint.planning.chunks import (
     ObjectSpec,
     TensorSpec,
     all_cells,
     cells_of_rank,
-    cells_touching,
     grid_of,
     plan_chunks,
 )
-from hyper_parallel.core.distributed_checkpoint.flatten import flatten
-from hyper_parallel.core.distributed_checkpoint.json_state import decode_object, encode_object
-from hyper_parallel.core.distributed_checkpoint.merge_specs import merge_specs
-from hyper_parallel.core.distributed_checkpoint.metadata import ChunkStorageMetadata, TensorProperties, dtype_size
-from hyper_parallel.core.distributed_checkpoint.planner import WriteItemType
+from hyper_parallel.core.distributed_checkpoint.planning.flatten import flatten
+from hyper_parallel.core.distributed_checkpoint.planning.merge_specs import merge_specs
+from hyper_parallel.core.distributed_checkpoint.planning.planner import WriteItemType
+from hyper_parallel.core.distributed_checkpoint.storage import file_boxes
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.platform import Platform
 from tests.frameworks import distribute_tensor, equal, from_local, on_mindspore, ours, theirs
@@ -533,7 +534,7 @@ def test_planners_of_ones_own_may_use_the_global_step(tmp_path):
 @run_on_ranks(4)
 def test_plans_are_not_gathered(tmp_path):
     """The messages of a save do not grow with the number of tensors, but for what was written."""
-    from hyper_parallel.core.distributed_checkpoint import agreement
+    from hyper_parallel.core.distributed_checkpoint.agreement import agreement
 
     sizes = []
     send = agreement.GroupAgreement._send

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from hyper_parallel import Shard, checkpoint, init_device_mesh
-from hyper_parallel.core.distributed_checkpoint.checksum import crc32c
-from hyper_parallel.core.distributed_checkpoint.index_file import VERSION
+from hyper_parallel.core.distributed_checkpoint.base.checksum import crc32c
+from hyper_parallel.core.distributed_checkpoint.base.index_frame import VERSION
 from hyper_parallel.platform import get_platform
 from tests.distributed_checkpoint.versions import save_version, state_of, stray_files, version_of
 from tests.frameworks import distribute_tensor, equal, on_mindspore, ours

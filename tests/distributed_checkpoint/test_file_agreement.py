@@ -12,12 +12,12 @@ import torch
 
 import hyper_parallel as hp
 from hyper_parallel import checkpoint as ckpt
-from hyper_parallel.core.distributed_checkpoint import file_agreement
-from hyper_parallel.core.distributed_checkpoint.agreement_folder import AgreementFolder
-from hyper_parallel.core.distributed_checkpoint.cleanup import remove_leftovers
-from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError, LostRankError
-from hyper_parallel.core.distributed_checkpoint.file_agreement import FileAgreement
-from hyper_parallel.core.distributed_checkpoint.file_locks import hold_lock, is_held
+from hyper_parallel.core.distributed_checkpoint.agreement import file_agreement
+from hyper_parallel.core.distributed_checkpoint.agreement.agreement_folder import AgreementFolder
+from hyper_parallel.core.distributed_checkpoint.agreement.file_agreement import FileAgreement
+from hyper_parallel.core.distributed_checkpoint.base.errors import CheckpointError, LostRankError
+from hyper_parallel.core.distributed_checkpoint.storage.cleanup import remove_leftovers
+from hyper_parallel.core.distributed_checkpoint.storage.file_locks import hold_lock, is_held
 from tests.frameworks import dist, distribute_tensor, equal, ours
 from tests.world import run_on_ranks
 

@@ -11,10 +11,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import hyper_parallel as hp
-from hyper_parallel.core.distributed_checkpoint import hugging_face
-from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError, CorruptCheckpointError
-from hyper_parallel.core.distributed_checkpoint.hugging_face import load_hugging_face, save_hugging_face
-from hyper_parallel.core.distributed_checkpoint.safetensors_folder import SafetensorsFolder
+from hyper_parallel.core.distributed_checkpoint.base.errors import CheckpointError, CorruptCheckpointError
+from hyper_parallel.core.distributed_checkpoint.foreign import hugging_face
+from hyper_parallel.core.distributed_checkpoint.foreign.hugging_face import load_hugging_face, save_hugging_face
+from hyper_parallel.core.distributed_checkpoint.foreign.safetensors_folder import SafetensorsFolder
 from tests.world import run_on_ranks
 
 only_on = "torch"  # folders and models of transformers, which are PyTorch's

@@ -6,8 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from hyper_parallel.core.distributed_checkpoint.folder_files import assemble, fill_box
-from hyper_parallel.core.distributed_checkpoint.key_mapping import KeyMapping
+from hyper_parallel.core.distributed_checkpoint.foreign.folder_files import assemble, fill_box
+from hyper_parallel.core.distributed_checkpoint.foreign.key_mapping import KeyMapping
 
 only_on = "torch"  # once is enough: no framework takes part
 

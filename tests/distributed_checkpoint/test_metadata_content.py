@@ -13,14 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hyper_parallel import checkpoint
-from hyper_parallel.core.distributed_checkpoint.checksum import crc32c
-from hyper_parallel.core.distributed_checkpoint.chunks import ObjectSpec, contiguous_runs
-from hyper_parallel.core.distributed_checkpoint.index_check import boxes_problem
-from hyper_parallel.core.distributed_checkpoint.json_state import decode_object, encode_object
-from hyper_parallel.core.distributed_checkpoint.metadata import ChunkStorageMetadata, TensorProperties
-from hyper_parallel.core.distributed_checkpoint.planner import WriteItemType
-from hyper_parallel.core.distributed_checkpoint.rewrite import Cuts, Selection, write_checkpoint
-from hyper_parallel.core.distributed_checkpoint.tensor_source import open_source
+from hyper_parallel.core.distributed_checkpoint.base.checksum import crc32c
+from hyper_parallel.core.distributed_checkpoint.base.grids import contiguous_runs
+from hyper_parallel.core.distributed_checkpoint.base.metadata import ChunkStorageMetadata, TensorProperties
+from hyper_parallel.core.distributed_checkpoint.format.index_check import boxes_problem
+from hyper_parallel.core.distributed_checkpoint.format.json_state import decode_object, encode_object
+from hyper_parallel.core.distributed_checkpoint.planning.chunks import ObjectSpec
+from hyper_parallel.core.distributed_checkpoint.planning.planner import WriteItemType
+from hyper_parallel.core.distributed_checkpoint.tools.rewrite import Cuts, Selection, write_checkpoint
+from hyper_parallel.core.distributed_checkpoint.tools.tensor_source import open_source
 from tests.frameworks import equal, ours
 
 BOXES = [((0, 0), (1, 3)), ((1, 0), (3, 1)), ((1, 1), (3, 2))]  # of (4, 3), and no grid

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from hyper_parallel import Replicate, Shard, checkpoint, init_device_mesh
 from hyper_parallel.cli.main import app
-from hyper_parallel.core.distributed_checkpoint import fsspec_storage
+from hyper_parallel.core.distributed_checkpoint.storage import fsspec_storage
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.shared_segment import ProcessIdentity
 from tests.frameworks import distribute_tensor, equal, ours

@@ -12,8 +12,8 @@ import torch
 from torch.distributed import checkpoint as dcp
 
 from hyper_parallel import checkpoint as ckpt
-from hyper_parallel.core.distributed_checkpoint.errors import CorruptCheckpointError
-from hyper_parallel.core.distributed_checkpoint.torch_dcp import TorchCheckpoint
+from hyper_parallel.core.distributed_checkpoint.base.errors import CorruptCheckpointError
+from hyper_parallel.core.distributed_checkpoint.foreign.torch_dcp import TorchCheckpoint
 
 only_on = "torch"  # its own checkpoints, which PyTorch writes
 

@@ -1,7 +1,7 @@
 """PyTorch's own operator database under random layouts: which operators are right, and which of them gather.
 
-``python -m tests.shard.op_coverage`` runs the whole database, ``--write docs/reference/ops.md`` writes that page; ``--form`` and
-``--dtype`` try the other forms of an operator (see ``op_trials``).
+``python -m tests.shard.op_coverage`` runs the whole database, ``--write docs/reference/ops.md`` writes that page;
+``--form`` and ``--dtype`` try the other forms of an operator (see ``op_trials``).
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def table(outcomes: list[Outcome], mesh: str) -> str:
     lines = [
         "# Operators",
         "",
-        "Made by `python -m tests.shard.op_coverage --write docs/reference/ops.md`: PyTorch's operator database, every tensor",
-        f"argument under a random layout on a mesh of {mesh} ranks, values and gradients compared with one device.",
+        "Made by `python -m tests.shard.op_coverage --write docs/reference/ops.md`: PyTorch's operator database, every",
+        f"tensor argument under a random layout on a mesh of {mesh} ranks, values and gradients compared with one device.",
         "",
         f"{len(right)} of {len(outcomes)} operators are right, "
         f"{sum(not o.gathered for o in right)} of them without a gather.",

@@ -39,7 +39,7 @@ def convert(
     """Convert between kinds: torch or Hugging Face to ours, any to Hugging Face."""
     with shown_errors():
         check_free(destination, overwrite)
-        rewrite = checkpoint_module("rewrite")
+        rewrite = checkpoint_module("tools.rewrite")
         with open_checkpoint(source) as opened, progress_bar("convert") as progress:
             selection = rewrite.Selection(opened, only or (), strip)
             options: dict[str, Any] = {"mapping": _rules(mapping), "progress": progress}

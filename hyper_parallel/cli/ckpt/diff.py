@@ -14,7 +14,7 @@ def diff(first: Place, second: Place, as_json: AsJson = False) -> None:
         open_checkpoint(second) as other,
         progress_bar("compare") as progress,
     ):
-        found = list(checkpoint_module("compare").compare(one, other, progress))
+        found = list(checkpoint_module("tools.compare").compare(one, other, progress))
     if as_json:
         say_json([difference._asdict() for difference in found])
     elif found:

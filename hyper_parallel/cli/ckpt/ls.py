@@ -36,9 +36,9 @@ def ls(
 
 def _checkpoints_in(directory: str) -> list[str]:
     """The checkpoints in a folder or under a URL, or the one that it is itself."""
-    kind_of = checkpoint_module("tensor_source").kind_of
-    ours = [os.fspath(place) for place in checkpoint_module("cleanup").checkpoints(directory)]
-    if checkpoint_module("storage").storage_for(directory) == "fsspec":
+    kind_of = checkpoint_module("tools.tensor_source").kind_of
+    ours = [os.fspath(place) for place in checkpoint_module("storage.cleanup").checkpoints(directory)]
+    if checkpoint_module("storage.storage").storage_for(directory) == "fsspec":
         return ours or ([directory] if is_whole(directory) else [])
     if kind_of(directory):
         return [directory]
@@ -51,7 +51,7 @@ def _checkpoints_in(directory: str) -> list[str]:
 
 
 def _described(place: str) -> dict[str, Any]:
-    kind = checkpoint_module("tensor_source").kind_of(place)
+    kind = checkpoint_module("tools.tensor_source").kind_of(place)
     try:
         with open_checkpoint(place) as source:
             known = source.known()

@@ -18,7 +18,7 @@ def checkpoint_module(name: str) -> Any:
 @contextmanager
 def open_checkpoint(place: str) -> Iterator[Any]:
     """The checkpoint at a place, to read from."""
-    source = checkpoint_module("tensor_source").open_source(place)
+    source = checkpoint_module("tools.tensor_source").open_source(place)
     try:
         yield source
     finally:
@@ -36,7 +36,7 @@ def is_whole(url: str) -> bool:
 
 def tensor_bytes(shape: tuple[int, ...], dtype: str) -> int:
     """How many bytes the elements of a tensor take."""
-    total = checkpoint_module("metadata").dtype_size(dtype)
+    total = checkpoint_module("base.metadata").dtype_size(dtype)
     for size in shape:
         total *= size
     return total

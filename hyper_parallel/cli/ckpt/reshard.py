@@ -25,7 +25,7 @@ def reshard(
     this; it makes the reads of that job contiguous."""
     with shown_errors():
         check_free(destination, overwrite)
-        rewrite = checkpoint_module("rewrite")
+        rewrite = checkpoint_module("tools.rewrite")
         with open_checkpoint(source) as opened, progress_bar("reshard") as progress:
             cuts = rewrite.Cuts(_mesh(mesh), _each_once(_cut(text) for text in cut or ()))
             options = {} if max_file_size is None else {"max_file_bytes": max_file_size}

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from hyper_parallel.core.distributed_checkpoint.shown_text import spelled_out
+from hyper_parallel.core.distributed_checkpoint.base.shown_text import spelled_out
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 

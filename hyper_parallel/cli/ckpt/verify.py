@@ -15,11 +15,11 @@ _STEP = 16 << 20  # bytes that are read at a time
 def verify(place: Place) -> None:
     """Read every byte and compare it with the checksums; one line for each problem, and status 1, if there are any."""
     with shown_errors():
-        source = checkpoint_module("tensor_source")
+        source = checkpoint_module("tools.tensor_source")
         kind = source.kind_of(place)
         with progress_bar("verify") as progress:
             if kind == source.OURS:
-                problems = checkpoint_module("stored_files").verify(place, progress=progress)
+                problems = checkpoint_module("format.stored_files").verify(place, progress=progress)
             else:
                 problems = _read_everything(place, progress)
     for problem in problems:
@@ -32,7 +32,7 @@ def verify(place: Place) -> None:
 
 def _read_everything(place: str, progress: Callable[[int, int], None]) -> list[str]:
     """For kinds without checksums: whether all that should be there is."""
-    errors, split_box = checkpoint_module("errors"), checkpoint_module("rewrite").split_box
+    errors, split_box = checkpoint_module("base.errors"), checkpoint_module("tools.rewrite").split_box
     problems = []
     try:
         with open_checkpoint(place) as source:

@@ -28,7 +28,9 @@ FileSize = Annotated[int | None, typer.Option("--max-file-size", parser=_bytes, 
 
 def check_free(destination: str, overwrite: bool) -> None:
     """An error where a checkpoint would be replaced without leave."""
-    is_url = checkpoint_module("storage").storage_for(destination) == "fsspec"
-    is_taken = is_whole(destination) if is_url else checkpoint_module("tensor_source").kind_of(destination) is not None
+    is_url = checkpoint_module("storage.storage").storage_for(destination) == "fsspec"
+    is_taken = (
+        is_whole(destination) if is_url else checkpoint_module("tools.tensor_source").kind_of(destination) is not None
+    )
     if is_taken and not overwrite:
         raise ValueError(f"there is a checkpoint at '{destination}' already; pass --overwrite to replace it")

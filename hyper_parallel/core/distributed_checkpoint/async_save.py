@@ -11,20 +11,24 @@ import threading
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
-from hyper_parallel.core.distributed_checkpoint.agreement import Agreement
-from hyper_parallel.core.distributed_checkpoint.background import WriterProcess
-from hyper_parallel.core.distributed_checkpoint.chunks import plan_chunks
-from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError, CorruptCheckpointError, LostRankError
-from hyper_parallel.core.distributed_checkpoint.file_agreement import make_agreement
-from hyper_parallel.core.distributed_checkpoint.filesystem import FileSystemWriter
-from hyper_parallel.core.distributed_checkpoint.index_file import CheckpointIndex, decode_index
-from hyper_parallel.core.distributed_checkpoint.make_index import index_by_arithmetic, index_of_plans
-from hyper_parallel.core.distributed_checkpoint.metadata import Metadata
-from hyper_parallel.core.distributed_checkpoint.planner import SavePlanner
+from hyper_parallel.core.distributed_checkpoint.agreement.agreement import Agreement
+from hyper_parallel.core.distributed_checkpoint.agreement.file_agreement import make_agreement
+from hyper_parallel.core.distributed_checkpoint.background.staging import copy_to_shared_memory
+from hyper_parallel.core.distributed_checkpoint.background.writer_handle import WriterProcess
+from hyper_parallel.core.distributed_checkpoint.base.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    LostRankError,
+)
+from hyper_parallel.core.distributed_checkpoint.base.metadata import Metadata
+from hyper_parallel.core.distributed_checkpoint.format.index_file import CheckpointIndex, decode_index
+from hyper_parallel.core.distributed_checkpoint.format.shard_file import Buffer, RankReport, WrittenItem
+from hyper_parallel.core.distributed_checkpoint.planning.chunks import plan_chunks
+from hyper_parallel.core.distributed_checkpoint.planning.make_index import index_by_arithmetic, index_of_plans
+from hyper_parallel.core.distributed_checkpoint.planning.planner import SavePlanner
 from hyper_parallel.core.distributed_checkpoint.save import KnownPlan, PreparedSave, Question, prepare_save, stage
-from hyper_parallel.core.distributed_checkpoint.shard_file import Buffer, RankReport, WrittenItem
-from hyper_parallel.core.distributed_checkpoint.staging import copy_to_shared_memory
-from hyper_parallel.core.distributed_checkpoint.storage import (
+from hyper_parallel.core.distributed_checkpoint.storage.filesystem import FileSystemWriter
+from hyper_parallel.core.distributed_checkpoint.storage.storage import (
     METADATA_FILE,
     CheckpointId,
     StorageWriter,

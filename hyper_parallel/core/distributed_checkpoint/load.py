@@ -10,21 +10,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hyper_parallel.core.distributed_checkpoint.agreement import Agreement, GroupAgreement
-from hyper_parallel.core.distributed_checkpoint.checksum import share_of_box, share_of_whole
-from hyper_parallel.core.distributed_checkpoint.chunks import slices
-from hyper_parallel.core.distributed_checkpoint.errors import CorruptCheckpointError
-from hyper_parallel.core.distributed_checkpoint.exchange import ReplicaExchange
-from hyper_parallel.core.distributed_checkpoint.file_agreement import make_agreement
-from hyper_parallel.core.distributed_checkpoint.flatten import stateful_in
-from hyper_parallel.core.distributed_checkpoint.held_state import HeldState, WrittenEntries
-from hyper_parallel.core.distributed_checkpoint.index_file import StoredTensor
-from hyper_parallel.core.distributed_checkpoint.merge_specs import fingerprint, merge_specs
-from hyper_parallel.core.distributed_checkpoint.metadata import dtype_size
-from hyper_parallel.core.distributed_checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
-from hyper_parallel.core.distributed_checkpoint.standard_planner import StandardLoadPlanner
-from hyper_parallel.core.distributed_checkpoint.storage import CheckpointId, StorageReader, default_reader
-from hyper_parallel.core.distributed_checkpoint.stored_files import StoredFiles
+from hyper_parallel.core.distributed_checkpoint.agreement.agreement import Agreement, GroupAgreement
+from hyper_parallel.core.distributed_checkpoint.agreement.file_agreement import make_agreement
+from hyper_parallel.core.distributed_checkpoint.base.checksum import share_of_box, share_of_whole
+from hyper_parallel.core.distributed_checkpoint.base.errors import CorruptCheckpointError
+from hyper_parallel.core.distributed_checkpoint.base.grids import slices
+from hyper_parallel.core.distributed_checkpoint.base.metadata import dtype_size
+from hyper_parallel.core.distributed_checkpoint.format.index_file import StoredTensor
+from hyper_parallel.core.distributed_checkpoint.format.stored_files import StoredFiles
+from hyper_parallel.core.distributed_checkpoint.planning.exchange import ReplicaExchange
+from hyper_parallel.core.distributed_checkpoint.planning.flatten import stateful_in
+from hyper_parallel.core.distributed_checkpoint.planning.held_state import HeldState, WrittenEntries
+from hyper_parallel.core.distributed_checkpoint.planning.merge_specs import fingerprint, merge_specs
+from hyper_parallel.core.distributed_checkpoint.planning.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from hyper_parallel.core.distributed_checkpoint.planning.standard_planner import StandardLoadPlanner
+from hyper_parallel.core.distributed_checkpoint.storage.storage import CheckpointId, StorageReader, default_reader
 from hyper_parallel.platform import get_platform
 
 

@@ -11,26 +11,30 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hyper_parallel.core.distributed_checkpoint.agreement import Agreement
-from hyper_parallel.core.distributed_checkpoint.chunks import Specs
-from hyper_parallel.core.distributed_checkpoint.errors import LostRankError
-from hyper_parallel.core.distributed_checkpoint.file_agreement import make_agreement
-from hyper_parallel.core.distributed_checkpoint.file_names import new_save_name
-from hyper_parallel.core.distributed_checkpoint.flatten import stateful_in
-from hyper_parallel.core.distributed_checkpoint.index_file import encode_index
-from hyper_parallel.core.distributed_checkpoint.make_index import check_plans, index_by_arithmetic, index_of_plans
-from hyper_parallel.core.distributed_checkpoint.merge_specs import alone, fingerprint, merge_specs
-from hyper_parallel.core.distributed_checkpoint.metadata import Metadata
-from hyper_parallel.core.distributed_checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
-from hyper_parallel.core.distributed_checkpoint.shard_file import (
+from hyper_parallel.core.distributed_checkpoint.agreement.agreement import Agreement
+from hyper_parallel.core.distributed_checkpoint.agreement.file_agreement import make_agreement
+from hyper_parallel.core.distributed_checkpoint.base.errors import LostRankError
+from hyper_parallel.core.distributed_checkpoint.base.metadata import Metadata
+from hyper_parallel.core.distributed_checkpoint.format.index_file import encode_index
+from hyper_parallel.core.distributed_checkpoint.format.shard_file import (
     DeviceBytes,
     RankReport,
     StagedItem,
     as_buffer,
     write_shards,
 )
-from hyper_parallel.core.distributed_checkpoint.standard_planner import StandardSavePlanner
-from hyper_parallel.core.distributed_checkpoint.storage import CheckpointId, StorageWriter, default_writer
+from hyper_parallel.core.distributed_checkpoint.planning.chunks import Specs
+from hyper_parallel.core.distributed_checkpoint.planning.flatten import stateful_in
+from hyper_parallel.core.distributed_checkpoint.planning.make_index import (
+    check_plans,
+    index_by_arithmetic,
+    index_of_plans,
+)
+from hyper_parallel.core.distributed_checkpoint.planning.merge_specs import alone, fingerprint, merge_specs
+from hyper_parallel.core.distributed_checkpoint.planning.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from hyper_parallel.core.distributed_checkpoint.planning.standard_planner import StandardSavePlanner
+from hyper_parallel.core.distributed_checkpoint.storage.file_names import new_save_name
+from hyper_parallel.core.distributed_checkpoint.storage.storage import CheckpointId, StorageWriter, default_writer
 from hyper_parallel.platform import get_platform
 
 

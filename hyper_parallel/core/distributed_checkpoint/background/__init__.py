@@ -1,0 +1,1 @@
+"""Saves that a process beside each rank writes while training goes on."""

@@ -1,0 +1,1 @@
+"""What all rooms of checkpoints use: descriptions, errors, checksums, grids, and careful reading of files."""

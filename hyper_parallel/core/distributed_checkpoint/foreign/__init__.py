@@ -1,0 +1,1 @@
+"""Checkpoints of others: Hugging Face folders and torch.distributed.checkpoint."""

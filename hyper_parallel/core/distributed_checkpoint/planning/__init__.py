@@ -1,0 +1,1 @@
+"""Who writes and reads what: arithmetic on layouts."""

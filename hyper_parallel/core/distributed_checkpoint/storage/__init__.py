@@ -1,0 +1,1 @@
+"""Places for checkpoints: directories and object stores, names of files, marks, locks and clean-up."""

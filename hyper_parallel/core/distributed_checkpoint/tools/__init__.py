@@ -1,0 +1,1 @@
+"""Checkpoints of any kind looked at, compared and rewritten, without a model."""
