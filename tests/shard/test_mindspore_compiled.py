@@ -72,11 +72,11 @@ def test_what_is_compiled_refuses_distributed_tensors():
 
 
 @run_on_ranks(2)
-def test_optimizers_that_use_whole_parameters_are_refused():
+def test_optimizers_that_use_full_parameters_are_refused():
     mesh = hp.init_device_mesh("cpu", (2,))
     x = hp.distribute_tensor(Tensor(np.ones((4, 3), np.float32)), mesh, [hp.Shard(0)])
     weight = Parameter(x, name="weight")
     assert isinstance(weight, get_platform().Parameter)
     for optimizer in (nn.LARS(nn.Momentum([weight], 0.1, 0.9)), nn.Lamb([weight], 0.1)):
-        with pytest.raises(RuntimeError, match=r"needs norms or means of whole parameters .*use AdamW, Adam, SGD"):
+        with pytest.raises(RuntimeError, match=r"needs norms or means of full parameters .*use AdamW, Adam, SGD"):
             optimizer((x,))

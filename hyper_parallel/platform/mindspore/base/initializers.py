@@ -42,14 +42,14 @@ def distribution_of(initializer: Any, shape: Shape, dtype: Any) -> Distribution:
 
 def _filled(initializer: Any, shape: Shape, dtype: Any, draw: tuple[int, int]) -> np.ndarray:
     kind = numpy_type(dtype)
-    whole = np.zeros(shape, np.float32 if np.dtype(kind).kind == "V" else kind)  # bfloat16 is no number to numpy
+    filled = np.zeros(shape, np.float32 if np.dtype(kind).kind == "V" else kind)  # bfloat16 is no number to numpy
     before = np.random.get_state()
     np.random.set_state(np.random.RandomState(np.random.MT19937(np.random.SeedSequence(draw))).get_state())
     try:
-        initializer(whole)
+        initializer(filled)
     finally:
         np.random.set_state(before)
-    return whole
+    return filled
 
 
 def _uniform(limit: float) -> Distribution:

@@ -146,17 +146,17 @@ def slice_block(tensor: Any, box: Region) -> Any:
 def embed_block(tensor: Any, box: Region, shape: Sequence[int]) -> Any:
     """A tensor of zeros with ``tensor`` at ``box``."""
     with private_api.no_grad():
-        whole = tensor
+        padded = tensor
         for dim, (start, length, size) in enumerate(zip(*box, shape, strict=True)):
             sizes = [start, size - start - length]
             if not any(sizes):
                 continue
             before, after = (
-                tensors.zeros((*whole.shape[:dim], count, *whole.shape[dim + 1 :]), dtype=whole.dtype)
+                tensors.zeros((*padded.shape[:dim], count, *padded.shape[dim + 1 :]), dtype=padded.dtype)
                 for count in sizes
             )
-            whole = mint.cat([part for part in (before, whole, after) if part.shape[dim]] or [before], dim)
-        return clone(whole) if whole is tensor else whole
+            padded = mint.cat([part for part in (before, padded, after) if part.shape[dim]] or [before], dim)
+        return clone(padded) if padded is tensor else padded
 
 
 def neutral_like(tensor: Any, op: str) -> Any:

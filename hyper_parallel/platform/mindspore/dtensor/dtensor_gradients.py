@@ -1,6 +1,7 @@
-"""Backward passes from distributed tensors: MindSpore's tape on the blocks.
+"""Backward passes from distributed tensors: MindSpore's tape on the local tensors.
 
-Gradients go in and come out as DTensors laid out by the law: cut as the value is, whole where it is whole or pending.
+Gradients go in and come out as DTensors laid out by the law: sharded as the value is, replicated where it is replicated
+or partial.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from hyper_parallel.platform.mindspore.dtensor.tensor_type import (
 )
 from hyper_parallel.platform.mindspore.operators.creation import ones_like, zeros_like
 
-# Reductions whose gradient is the same for every summand, so that a pending one can be the start of a backward pass.
+# Reductions whose gradient is the same for every summand, so that a partial one can be the start of a backward pass.
 _SUMS = frozenset({None, "sum"})
 
 
@@ -54,7 +55,7 @@ def backward(
 ) -> None:
     """Add the gradients of ``tensors`` to the leaves they were computed from; without ``gradients`` of scalars.
 
-    A whole or pending distributed loss is seeded with 1.
+    A replicated or partial distributed loss is seeded with 1.
     """
     roots, seeds = _starts("backward", tensors, gradients)
     plain.backward(roots, seeds, retain_graph, create_graph, tuple(local_alias(one) for one in _as_tuple(inputs)))
@@ -145,7 +146,7 @@ def _labelled(gradient: Any, tensor: Any) -> Any:
 def _backward_of_dtensor(
     self: Any, gradient: Any = None, retain_graph: bool = False, create_graph: bool = False, inputs: Any = ()
 ) -> None:
-    """The gradients of all leaves: a whole or pending loss is seeded with 1, other tensors need a ``gradient``."""
+    """The gradients of all leaves: a replicated or partial loss is seeded with 1, other tensors need a ``gradient``."""
     backward(self, None if gradient is None else (gradient,), retain_graph, create_graph, inputs)
 
 

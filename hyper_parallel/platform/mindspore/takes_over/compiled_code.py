@@ -1,10 +1,10 @@
 """Compiled code (``mindspore.jit``, GRAPH_MODE) that meets distributed tensors: an error, or an optimizer.
 
-MindSpore's compiler takes a DTensor for its block, without asking anybody, so that a program would be run on each
-rank's part with no communication and give plain tensors: silently wrong. What is compiled is a call of a jitted
+MindSpore's compiler takes a DTensor for its local tensor, without asking anybody, so that a program would be run on
+each rank's part with no communication and give plain tensors: silently wrong. What is compiled is a call of a jitted
 function or, in GRAPH_MODE, of a cell. Before they run, their arguments and parameters are looked at here, and what they
-use from enclosing scopes. MindSpore's optimizers are jitted too: on blocks they are right, being computed element by
-element, except for those that use norms or means of a whole parameter.
+use from enclosing scopes. MindSpore's optimizers are jitted too: on local tensors they are right, being computed
+element by element, except for those that use norms or means of a full parameter.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hyper_parallel.platform.mindspore import private_api
 from hyper_parallel.platform.mindspore.dtensor.tensor_type import is_distributed
 
 _OPTIMIZERS = ("mindspore.nn.optim.", "mindspore.experimental.optim.")
-_OF_WHOLE_PARAMETERS = ("adafactor", "adasum", "lamb", "lars", "thor")  # the files of those optimizers
+_OF_FULL_PARAMETERS = ("adafactor", "adasum", "lamb", "lars", "thor")  # the files of those optimizers
 
 
 def refuse_distributed_tensors() -> None:
@@ -99,15 +99,15 @@ def _has_distributed(value: Any) -> bool:
 def _refuse(code: Any) -> None:
     home = getattr(code, "__module__", "")
     if home.startswith(_OPTIMIZERS):
-        if home.rpartition(".")[2] in _OF_WHOLE_PARAMETERS:
+        if home.rpartition(".")[2] in _OF_FULL_PARAMETERS:
             raise RuntimeError(
-                f"{home}: this optimizer needs norms or means of whole parameters and is compiled by MindSpore, which "
-                "sees this rank's block only; use AdamW, Adam, SGD or another that computes element by element"
+                f"{home}: this optimizer needs norms or means of full parameters and is compiled by MindSpore, which "
+                "sees this rank's local tensors only; use AdamW, Adam, SGD or another that computes element by element"
             )
         return
     raise RuntimeError(
         f"{getattr(code, '__qualname__', code)} is compiled (mindspore.jit or GRAPH_MODE) and meets distributed "
-        "tensors: compiled code would take this rank's block for the whole tensor. Run it in PyNative mode: leave out "
-        "jit, and mindspore.set_context(mode=mindspore.PYNATIVE_MODE); or compile functions of blocks, which "
-        "hyper_parallel.local_map calls"
+        "tensors: compiled code would take this rank's local tensor for the full one. Run it in PyNative mode: leave "
+        "out jit, and mindspore.set_context(mode=mindspore.PYNATIVE_MODE); or compile functions of local tensors, "
+        "which hyper_parallel.local_map calls"
     )

@@ -123,8 +123,8 @@ def _iterate(self: Any) -> Any:
     return iter(_intercept(None, NEUTRAL["unbind"], (), (self, 0), {}))
 
 
-def _of_whole(name: str) -> Callable[..., Any]:
-    """Questions with a plain answer: every rank asks the whole values."""
+def _of_full_tensor(name: str) -> Callable[..., Any]:
+    """Questions with a plain answer: every rank asks the full tensor."""
     plain = getattr(Tensor, name)
 
     def ask(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -189,7 +189,7 @@ for _name, _method in {
     setattr(DTensorBase, _name, _method)
 for _name in ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__contains__", "__array__"):
     if hasattr(Tensor, _name):
-        setattr(DTensorBase, _name, _of_whole(_name))
+        setattr(DTensorBase, _name, _of_full_tensor(_name))
 
 Tensor.__fallback__ = _meet_plain
 

@@ -199,7 +199,7 @@ def _one_hot(input: Any, depth: int, on: Any = None, off: Any = None, axis: int 
 @composes("Slice")
 def _slice(input: Any, begin: Any, size: Any) -> Any:
     ranges = zip(begin, size, input.shape, strict=True)
-    return input[tuple(slice(start, whole if length == -1 else start + length) for start, length, whole in ranges)]
+    return input[tuple(slice(start, end if length == -1 else start + length) for start, length, end in ranges)]
 
 
 @composes("StridedSlice")

@@ -54,7 +54,7 @@ _PLACES: dict[str, Any] = {
 _PLACES_THAT_AGREE = ("ops", "mint", "F", "linalg", "special")
 
 
-class Whole:
+class WholeFunction:
     """A function of MindSpore as an operator of the rule table, with the rule's order of positional arguments.
 
     ``on_blocks`` takes them in that order and is the operator, where it is given; else this is, and calls ``plain``.
@@ -175,15 +175,15 @@ def replace(plain: Callable[..., Any], meets: Meets) -> None:
     _replaced.setdefault(id(plain), (plain, call))
 
 
-def _dispatched(whole: Whole, intercept: Callable[..., Any]) -> Meets:
-    operator, keywords = whole.operator, whole.keywords
-    tails = {} if whole.is_open else {number: tail for number, tail in enumerate(whole.tails) if tail is not None}
+def _dispatched(function: WholeFunction, intercept: Callable[..., Any]) -> Meets:
+    operator, keywords = function.operator, function.keywords
+    tails = {} if function.is_open else {number: tail for number, tail in enumerate(function.tails) if tail is not None}
 
     def meets(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given, more = args, keywords
         tail = None if kwargs else tails.get(len(args))
         if tail is None:
-            given, more = whole.arguments(args, kwargs)
+            given, more = function.arguments(args, kwargs)
         elif tail:
             given = args + tail
         try:
@@ -267,13 +267,13 @@ def _take(
 ) -> None:
     plain = _found(path)
     if isinstance(plain, types.FunctionType) and id(plain) not in _replaced:
-        replace(plain, _dispatched(Whole(name, plain, order, on_blocks), intercept))
+        replace(plain, _dispatched(WholeFunction(name, plain, order, on_blocks), intercept))
 
 
 def _take_method(name: str, intercept: Callable[..., Any]) -> None:
     plain = getattr(Tensor, name, None)
     if isinstance(plain, types.FunctionType) and name not in vars(DTensorBase):
-        meets = _dispatched(Whole(name, plain), intercept)
+        meets = _dispatched(WholeFunction(name, plain), intercept)
         setattr(DTensorBase, name, functools.wraps(plain)(lambda *args, meets=meets, **kwargs: meets(args, kwargs)))
 
 
