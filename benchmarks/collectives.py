@@ -30,10 +30,10 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from hyper_parallel.platform.call_ledger import CallLedger
-from hyper_parallel.platform.ledger_pages import Pages
-from hyper_parallel.platform.message_ledger import MessageLedger
-from hyper_parallel.platform.torch import collectives, group_facts, groups
+from hyper_parallel.platform.checks.call_ledger import CallLedger
+from hyper_parallel.platform.checks.ledger_pages import Pages
+from hyper_parallel.platform.checks.message_ledger import MessageLedger
+from hyper_parallel.platform.torch.communication import collectives, group_facts, groups
 
 LIMIT_US = 3.0
 WORLD_SIZE = 2

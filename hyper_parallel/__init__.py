@@ -23,7 +23,7 @@ _HOME_OF = {
     "get_platform": "hyper_parallel.platform",
     **dict.fromkeys(
         ("backward", "grad_of", "parallelize_value_and_grad", "value_and_grad", "zero_grad"),
-        "hyper_parallel.platform.gradients",
+        "hyper_parallel.platform.shared.gradients",
     ),
     "DeviceMesh": f"{_DTENSOR}.device_mesh",
     "init_device_mesh": f"{_DTENSOR}.device_mesh",

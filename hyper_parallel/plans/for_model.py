@@ -27,7 +27,7 @@ from hyper_parallel.plans.styles import (
     WholeParameters,
 )
 from hyper_parallel.platform import get_platform
-from hyper_parallel.platform.framework_of import kind_of
+from hyper_parallel.platform.shared.framework_of import kind_of
 
 Plan = dict[str, list[ParallelStyle]]
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hyper_parallel.platform.torch import collectives, groups, messages
+from hyper_parallel.platform.torch.communication import collectives, groups, messages
 
 SECONDS = 20  # within which everybody has heard of a disagreement; gloo alone would wait for half an hour
 

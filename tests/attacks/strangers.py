@@ -14,8 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from hyper_parallel.platform import reception
-from hyper_parallel.platform.host_transport import HostTransport
+from hyper_parallel.platform.host import reception
+from hyper_parallel.platform.host.transport import HostTransport
 
 SECRET = b"known to the ranks alone"
 LONG = 60.0

@@ -33,6 +33,7 @@ from hyper_parallel.core.distributed_checkpoint.format.shard_file import RankRep
 from hyper_parallel.core.distributed_checkpoint.load import Share, _ReadReport
 from hyper_parallel.core.distributed_checkpoint.planning import planner
 from hyper_parallel.core.distributed_checkpoint.planning.chunks import ObjectSpec, TensorSpec
+from hyper_parallel.platform.shared.region import Region
 from tests.attacks.confined import run_confined
 from tests.attacks.mutations import damaged_bytes, damaged_data, try_all
 
@@ -298,6 +299,7 @@ def samples() -> list[Any]:
         Report(("name", None, planner.SavePlan(items, None, {("a", 1): [2]}))),
         Report(planner.LoadPlan(reads)),
         Report(_ReadReport(7, [Share(0, 1, (0, 0), (2, 2), 99)], False)),
+        Report([Region((0, 4), (8, 4))]),
         Report(metadata),
         Report(Door("", "host", 1234, b"s" * 32)),
         hello,

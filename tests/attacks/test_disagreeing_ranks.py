@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hyper_parallel.platform.torch import collectives, differentiable, groups, messages
+from hyper_parallel.platform.torch.communication import collectives, differentiable, groups, messages
 from tests.attacks.breakable_groups import check_told, fresh_group, last, ones
 from tests.world import RanksFailed, run_on_ranks
 

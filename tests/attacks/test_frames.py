@@ -15,12 +15,12 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 
-from hyper_parallel.platform import host_transport, reception
-from hyper_parallel.platform.cards import Card, receive_block, send_block
-from hyper_parallel.platform.host_collectives import HostGroup
-from hyper_parallel.platform.host_transport import HostTransport, PeerLost
-from hyper_parallel.platform.reception import Reception, introduce
-from hyper_parallel.platform.shared_segment import ProcessIdentity
+from hyper_parallel.platform.host import reception, transport
+from hyper_parallel.platform.host.cards import Card, receive_block, send_block
+from hyper_parallel.platform.host.host_collectives import HostGroup
+from hyper_parallel.platform.host.reception import Reception, introduce
+from hyper_parallel.platform.host.shared_segment import ProcessIdentity
+from hyper_parallel.platform.host.transport import HostTransport, PeerLost
 from tests.attacks.confined import run_confined
 from tests.attacks.mutations import damaged_bytes, damaged_data, try_all
 from tests.attacks.strangers import LONG, SECRET, free_port, run_ranks
@@ -90,7 +90,7 @@ def test_any_error_of_the_reader_is_that_peers_end(monkeypatch):
 
 def _frames():
     """Messages as ranks send them."""
-    number = host_transport.channel_of("group/collectives")
+    number = transport.channel_of("group/collectives")
     small = [_HEADER.pack(number, n, 7, 8) + bytes(8) for n in range(4)]
     return [
         b"".join(small),
@@ -106,7 +106,7 @@ def fuzz_frames(num, folder):
 
     def read(data):
         ours, theirs = socket.socketpair()
-        peer = host_transport._Peer(1, ours, process, "here", threading.Lock())
+        peer = transport._Peer(1, ours, process, "here", threading.Lock())
         with ours:
             transport._selector.register(ours, 1, peer)
             with theirs:

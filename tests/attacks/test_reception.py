@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from hyper_parallel.platform import reception
-from hyper_parallel.platform.reception import Reception, Refused, introduce
+from hyper_parallel.platform.host import reception
+from hyper_parallel.platform.host.reception import Reception, Refused, introduce
 from tests.attacks.strangers import LONG, SECRET, STRANGERS, no_new_files, open_files
 
 only_on = "torch"  # sockets and threads, no framework takes part

@@ -12,12 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from hyper_parallel.platform import meeting, reception
-from hyper_parallel.platform.cards import receive_block
-from hyper_parallel.platform.host_collectives import HostGroup
-from hyper_parallel.platform.host_transport import HostTransport
-from hyper_parallel.platform.peer_user import user_of_peer
-from hyper_parallel.platform.reception import Refused, introduce
+from hyper_parallel.platform.host import meeting, reception
+from hyper_parallel.platform.host.cards import receive_block
+from hyper_parallel.platform.host.host_collectives import HostGroup
+from hyper_parallel.platform.host.peer_user import user_of_peer
+from hyper_parallel.platform.host.reception import Refused, introduce
+from hyper_parallel.platform.host.transport import HostTransport
 from tests.attacks.strangers import (
     LONG,
     SECRET,

@@ -28,7 +28,7 @@ from hyper_parallel.core.distributed_checkpoint.background import writer_handle,
 from hyper_parallel.core.distributed_checkpoint.background.writer_links import connect_writers
 from hyper_parallel.core.distributed_checkpoint.base.errors import LostRankError
 from hyper_parallel.platform import get_platform
-from hyper_parallel.platform.reception import Refused, introduce
+from hyper_parallel.platform.host.reception import Refused, introduce
 from tests.attacks.confined import run_confined
 from tests.attacks.mutations import damaged_bytes, try_all
 from tests.attacks.strangers import LONG, STRANGERS, as_another_user, listening_ports, no_new_files

@@ -13,6 +13,7 @@ import torch
 import hyper_parallel as hp
 from hyper_parallel import checkpoint as ckpt
 from hyper_parallel.core.distributed_checkpoint.agreement import file_agreement
+from hyper_parallel.core.distributed_checkpoint.agreement.agreement import GroupAgreement
 from hyper_parallel.core.distributed_checkpoint.agreement.agreement_folder import AgreementFolder
 from hyper_parallel.core.distributed_checkpoint.agreement.file_agreement import FileAgreement
 from hyper_parallel.core.distributed_checkpoint.base.errors import CheckpointError, LostRankError
@@ -256,3 +257,13 @@ def test_all_that_ranks_say_goes_through_files(tmp_path):
     assert_loads(4)
     dist.barrier()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c"]
+
+
+@run_on_ranks(3)
+def test_messages_of_any_length_go_through_a_group():
+    agreement, rank = GroupAgreement(), dist.get_rank()
+    for length in (0, 1, 900, *range(930, 1030), 5000, 300_000):  # The first piece of a message has 1,024 bytes.
+        text = str(rank) * length
+        assert agreement.round("telling", lambda text=text: text, lambda texts: texts) == [
+            str(other) * length for other in range(3)
+        ]

@@ -17,7 +17,7 @@ from hyper_parallel import Replicate, Shard, checkpoint, init_device_mesh
 from hyper_parallel.cli.main import app
 from hyper_parallel.core.distributed_checkpoint.storage import fsspec_storage
 from hyper_parallel.platform import get_platform
-from hyper_parallel.platform.shared_segment import ProcessIdentity
+from hyper_parallel.platform.host.shared_segment import ProcessIdentity
 from tests.frameworks import distribute_tensor, equal, ours
 from tests.world import run_on_ranks
 

@@ -52,7 +52,7 @@ if on_mindspore:
     from tests.frameworks.bridge import known_dtypes, over_the_bridge
     from tests.frameworks.bridge_modules import collectives, differentiable, groups, overlap
 else:
-    from hyper_parallel.platform.torch import collectives, differentiable, groups, overlap
+    from hyper_parallel.platform.torch.communication import collectives, differentiable, groups, overlap
 
     def known_dtypes(dtypes: Iterable[torch.dtype]) -> list[torch.dtype]:
         return list(dtypes)

@@ -15,7 +15,7 @@ from hyper_parallel.platform.mindspore import private_api
 from hyper_parallel.platform.mindspore.base import memory
 from hyper_parallel.platform.mindspore.base.tensors import full_like, str_to_dtype
 from hyper_parallel.platform.mindspore.dtensor import gradients
-from hyper_parallel.platform.trees import map_leaves
+from hyper_parallel.platform.shared.trees import map_leaves
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

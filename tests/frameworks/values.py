@@ -15,7 +15,7 @@ import torch
 
 import hyper_parallel
 from hyper_parallel.platform import get_platform
-from hyper_parallel.platform.trees import map_leaves
+from hyper_parallel.platform.shared.trees import map_leaves
 
 on_mindspore = os.environ.get("HYPER_PARALLEL_PLATFORM", "torch").lower() == "mindspore"
 needs_second_gradients = pytest.mark.skipif(

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 import hyper_parallel as hp
-from hyper_parallel.platform import collective_checks, collective_observers, get_platform
-from hyper_parallel.platform.torch import collectives, differentiable, messages
+from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.checks import collective_checks, collective_observers
+from hyper_parallel.platform.torch.communication import collectives, differentiable, messages
 from tests.world import RanksFailed, run_on_ranks
 
 

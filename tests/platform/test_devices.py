@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hyper_parallel.platform import get_platform
-from hyper_parallel.platform.host_streams import CpuEvent, CpuStream
+from hyper_parallel.platform.host.host_streams import CpuEvent, CpuStream
 from tests.frameworks import equal, is_leaf, ours, parameter, platform_module, requires_grad, theirs
 from tests.frameworks.models import TABLE, Module, Norm, TiedModel, linear, sequential
 

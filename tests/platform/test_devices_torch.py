@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from hyper_parallel.platform.torch import devices
-from hyper_parallel.platform.torch.devices import (
+from hyper_parallel.platform.torch.base import devices
+from hyper_parallel.platform.torch.base.devices import (
     get_current_stream,
     get_stream_context,
     init_on_device,

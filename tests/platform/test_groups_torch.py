@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 import hyper_parallel as hp
-from hyper_parallel.core.shard import dispatch
+from hyper_parallel.core.shard.dispatching import dispatch
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.platform import EXISTING_COMM_GROUPS
-from hyper_parallel.platform.torch import collectives, groups
+from hyper_parallel.platform.torch.communication import collectives, groups
 from tests.world import run_on_ranks
 
 

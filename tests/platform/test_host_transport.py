@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from hyper_parallel.platform import host_transport
-from hyper_parallel.platform.host_collectives import HostGroup, reduce_arrays
-from hyper_parallel.platform.host_transport import HostTransport, PeerLost
+from hyper_parallel.platform.host import transport
+from hyper_parallel.platform.host.host_collectives import HostGroup, reduce_arrays
+from hyper_parallel.platform.host.transport import HostTransport, PeerLost
 
 only_on = "torch"  # once is enough: no framework takes part
 
@@ -226,4 +226,4 @@ def test_reductions_round_once_and_keep_nan():
 
 def test_channels_differ():
     names = [f"{kind}/{number}" for kind in ("collectives", "messages") for number in range(1000)]
-    assert len({host_transport.channel_of(name) for name in names}) == len(names)
+    assert len({transport.channel_of(name) for name in names}) == len(names)

@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hyper_parallel.platform import ledger_pages
-from hyper_parallel.platform.call_ledger import CallLedger
-from hyper_parallel.platform.ledger_pages import Pages
-from hyper_parallel.platform.message_ledger import MessageLedger
-from hyper_parallel.platform.torch import collectives, group_facts, messages
+from hyper_parallel.platform.checks import ledger_pages
+from hyper_parallel.platform.checks.call_ledger import CallLedger
+from hyper_parallel.platform.checks.ledger_pages import Pages
+from hyper_parallel.platform.checks.message_ledger import MessageLedger
+from hyper_parallel.platform.torch.communication import collectives, group_facts, messages
 from tests.attacks.breakable_groups import fresh_group
 from tests.world import run_on_ranks
 

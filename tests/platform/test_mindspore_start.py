@@ -17,7 +17,7 @@ from pathlib import Path
 import mindspore
 import pytest
 
-from hyper_parallel.platform import reception
+from hyper_parallel.platform.host import reception
 from hyper_parallel.platform.mindspore import private_api
 from hyper_parallel.platform.mindspore.base import start
 from hyper_parallel.platform.mindspore.communication import groups

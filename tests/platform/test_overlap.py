@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hyper_parallel.platform import get_platform
-from hyper_parallel.platform.coordinator import HookCoordinator
+from hyper_parallel.platform.shared.coordinator import HookCoordinator
 from tests.frameworks import (
     assert_close,
     backward,

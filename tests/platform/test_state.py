@@ -12,9 +12,9 @@ import torch
 
 from hyper_parallel import Replicate, Shard
 from hyper_parallel.core.dtensor.device_mesh import init_device_mesh
-from hyper_parallel.platform import atomic_file as atomic_file_module
 from hyper_parallel.platform import get_platform
-from hyper_parallel.platform.atomic_file import PARTIAL_SUFFIX, atomic_file, remove_leftovers
+from hyper_parallel.platform.host import atomic_file as atomic_file_module
+from hyper_parallel.platform.host.atomic_file import PARTIAL_SUFFIX, atomic_file, remove_leftovers
 from tests.frameworks import (
     dist,
     distribute_tensor,

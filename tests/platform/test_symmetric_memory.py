@@ -17,8 +17,9 @@ from unittest import mock
 import pytest
 import torch
 
-from hyper_parallel.platform import get_platform, group_memory, shared_segment
-from hyper_parallel.platform.symmetric_memory import SymmetricBuffer
+from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.host import group_memory, shared_segment
+from hyper_parallel.platform.shared.symmetric_memory import SymmetricBuffer
 from tests.frameworks import (
     dist,
     equal,

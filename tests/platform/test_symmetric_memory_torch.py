@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hyper_parallel.platform import symmetric_memory
-from hyper_parallel.platform.torch.symmetric_memory import get_symmetric_memory_handler
+from hyper_parallel.platform.shared import symmetric_memory
+from hyper_parallel.platform.torch.communication.symmetric_memory import get_symmetric_memory_handler
 from tests.world import run_on_ranks
 
 

@@ -8,8 +8,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hyper_parallel.platform.torch import tensors
-from hyper_parallel.platform.torch.tensors import apply_to_tensors, get_op_name, str_to_dtype, tensor_to_numpy, tree_map
+from hyper_parallel.platform.torch.base import tensors
+from hyper_parallel.platform.torch.base.tensors import (
+    apply_to_tensors,
+    get_op_name,
+    str_to_dtype,
+    tensor_to_numpy,
+    tree_map,
+)
 
 
 def test_every_dtype_of_torch_is_found_by_its_printed_name():

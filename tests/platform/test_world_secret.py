@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from hyper_parallel.platform.world_secret import find_secret
+from hyper_parallel.platform.host.world_secret import find_secret
 
 only_on = "torch"  # reads the environment and files, no framework takes part
 

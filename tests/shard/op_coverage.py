@@ -84,7 +84,7 @@ def table(outcomes: list[Outcome], mesh: str) -> str:
         "# Operators",
         "",
         "Made by `python -m tests.shard.op_coverage --write docs/reference/ops.md`: PyTorch's operator database, every",
-        f"tensor argument under a random layout on a mesh of {mesh} ranks, values and gradients compared with one device.",
+        f"tensor argument under a random layout on a mesh of {mesh} ranks, compared with one device.",
         "",
         f"{len(right)} of {len(outcomes)} operators are right, "
         f"{sum(not o.gathered for o in right)} of them without a gather.",

@@ -12,7 +12,7 @@ from hyper_parallel.core.dtensor.distributed_tensor import DTensor, resolve_layo
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.mesh_transfer import outside_shape
 from hyper_parallel.platform import get_platform
-from hyper_parallel.platform.framework_of import kind_of, require_module
+from hyper_parallel.platform.shared.framework_of import kind_of, require_module
 from hyper_parallel.platform.shared.region import Region
 
 _DISTRIBUTED = "_hyper_parallel_distributed"

@@ -21,7 +21,7 @@ from hyper_parallel.core.dtensor.placement_types import Placement
 from hyper_parallel.core.dtensor.shard_sizes import check_later, finish_checks, gather_global_shape, join_check
 from hyper_parallel.core.dtensor.skip_dispatch import is_skipped, skipping
 from hyper_parallel.platform import get_platform
-from hyper_parallel.platform.framework_of import kind_of
+from hyper_parallel.platform.shared.framework_of import kind_of
 
 _platform = get_platform()
 

@@ -16,7 +16,7 @@ from hyper_parallel.core.modules.initial_values import carry_initial_values
 from hyper_parallel.core.modules.module_paths import is_wildcard, match_paths
 from hyper_parallel.core.modules.plain_parameters import name_parameters
 from hyper_parallel.platform import get_platform
-from hyper_parallel.platform.framework_of import require_module
+from hyper_parallel.platform.shared.framework_of import require_module
 
 _platform = get_platform()
 

@@ -12,7 +12,7 @@ from hyper_parallel.core.modules.module_paths import match_paths
 from hyper_parallel.core.modules.plain_parameters import name_parameters
 from hyper_parallel.core.tensor_parallel.style_base import ParallelStyle
 from hyper_parallel.platform import get_platform
-from hyper_parallel.platform.framework_of import require_module
+from hyper_parallel.platform.shared.framework_of import require_module
 
 Plan = ParallelStyle | Mapping[str, ParallelStyle | Sequence[ParallelStyle]]
 

@@ -45,3 +45,15 @@ def num_storage_uses(storage: torch.UntypedStorage) -> int:
 def default_store() -> Any:
     """The store through which the ranks of the world have met."""
     return c10d._get_default_store()
+
+
+def new_named_group(name: str, ranks: list[int], rank: int, store: Any, **options: Any) -> tuple[Any, Any]:
+    """A process group with a name of our own, and its store; torch.distributed knows it afterwards.
+
+    The public ``new_group`` cannot name a group, and one that torch.distributed does not know is of no use to the rest
+    of PyTorch.
+    """
+    backend = options.pop("backend")
+    group, own_store = c10d._new_process_group_helper(len(ranks), rank, ranks, backend, store, name, **options)
+    c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+    return group, own_store

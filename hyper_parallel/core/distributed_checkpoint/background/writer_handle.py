@@ -49,7 +49,7 @@ from hyper_parallel.core.distributed_checkpoint.background.shared_memory import 
 from hyper_parallel.core.distributed_checkpoint.background.writer_links import connect_writers
 from hyper_parallel.core.distributed_checkpoint.background.writer_process import MAX_FILES, hand_over, receive_message
 from hyper_parallel.core.distributed_checkpoint.base.errors import CheckpointError
-from hyper_parallel.platform.world_secret import SECRET
+from hyper_parallel.platform.host.world_secret import SECRET
 
 # Known from the start: what is imported or changed later has no part in which program is run.
 _PYTHON = sys.executable

@@ -10,7 +10,7 @@ rank 0 opens a door and says where it is; in the second the others come in, and 
 - On several hosts it is a TCP port at the address of rank 0, for as long as the second round takes.
 
 At both doors both sides prove that they know a secret which is drawn for this and told in the first round
-(``platform/reception.py``). A caller is taken once for a rank that there is. Strangers can call, be silent, talk
+(``platform/host/reception.py``). A caller is taken once for a rank that there is. Strangers can call, be silent, talk
 nonsense or hang up: they are sent away, and nobody waits for them. What writers say later is neither signed nor
 encrypted; it is plain data (``messages.py``), and none of it is ever run.
 """
@@ -33,7 +33,7 @@ from typing import NamedTuple
 from hyper_parallel.core.distributed_checkpoint.agreement.agreement import COORDINATOR, Agreement
 from hyper_parallel.core.distributed_checkpoint.background.fork_guard import not_for_children
 from hyper_parallel.core.distributed_checkpoint.base.errors import CheckpointError
-from hyper_parallel.platform.reception import Reception, Refused, introduce
+from hyper_parallel.platform.host.reception import Reception, Refused, introduce
 
 _NAME = "checkpoint writers"
 _SOCKET = "door"  # the name of the Unix socket in its folder

@@ -45,6 +45,7 @@ from hyper_parallel.core.distributed_checkpoint.format.shard_file import RankRep
 
 _LENGTH = struct.Struct("<Q")
 MAX_FILES = 64  # that go with one message
+_NICENESS = 10
 
 
 class ParentGone(Exception):
@@ -285,8 +286,14 @@ def _say(control: socket.socket, message: Any) -> None:
 
 
 def _gently(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function at a low priority: the training comes first. In a thread, since what is lowered stays low."""
-    with ThreadPoolExecutor(1, initializer=os.nice, initargs=(10,)) as pool:
+    """Call a function at a low priority: the training comes first. In a thread, since what is lowered stays low.
+
+    This process leads a session of its own, and where Linux divides the processors among sessions first, the priority
+    of a thread counts within its session only. So that of the session is lowered too.
+    """
+    with contextlib.suppress(OSError), open("/proc/self/autogroup", "w") as group:  # If not now, before the next job.
+        group.write(str(_NICENESS))
+    with ThreadPoolExecutor(1, initializer=os.nice, initargs=(_NICENESS,)) as pool:
         return pool.submit(function, *args).result()
 
 

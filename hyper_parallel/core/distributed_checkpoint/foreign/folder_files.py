@@ -32,7 +32,7 @@ from hyper_parallel.core.distributed_checkpoint.foreign.safetensors_folder impor
 from hyper_parallel.core.distributed_checkpoint.format.shard_file import DTYPE_OF_SAFETENSORS_NAME
 from hyper_parallel.core.distributed_checkpoint.storage.aside_folder import AsideFolder
 from hyper_parallel.core.distributed_checkpoint.storage.storage import local_path, storage_for
-from hyper_parallel.platform.atomic_file import fsync_path
+from hyper_parallel.platform.host.atomic_file import fsync_path
 
 Shape = tuple[int, ...]
 

@@ -20,8 +20,8 @@ from hyper_parallel.core.distributed_checkpoint.storage.storage import (
     StorageReader,
     default_reader,
 )
+from hyper_parallel.platform.host.shared_segment import available_memory
 from hyper_parallel.platform.shared.region import Shape
-from hyper_parallel.platform.shared_segment import available_memory
 
 RAW_DTYPES = {1: np.dtype("u1"), 2: np.dtype("u2"), 4: np.dtype("u4"), 8: np.dtype("u8"), 16: np.dtype("V16")}
 _STEP = 16 << 20  # bytes that are checked at a time

@@ -18,7 +18,7 @@ from hyper_parallel.core.distributed_checkpoint.format.index_file import Checkpo
 from hyper_parallel.core.distributed_checkpoint.planning.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from hyper_parallel.core.distributed_checkpoint.planning.standard_planner import StandardLoadPlanner
 from hyper_parallel.platform import get_platform
-from hyper_parallel.platform.shared_segment import available_memory
+from hyper_parallel.platform.host.shared_segment import available_memory
 
 
 class WrittenEntries:

@@ -48,7 +48,7 @@ from hyper_parallel.core.distributed_checkpoint.storage.storage import (
     not_found,
 )
 from hyper_parallel.core.distributed_checkpoint.storage.write_back import begin_write_back
-from hyper_parallel.platform.atomic_file import fsync_path
+from hyper_parallel.platform.host.atomic_file import fsync_path
 from hyper_parallel.platform.shared.region import Shape
 
 _MAX_BUFFERS = 1024  # of one writev

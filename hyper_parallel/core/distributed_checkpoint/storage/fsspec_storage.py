@@ -43,7 +43,7 @@ from hyper_parallel.core.distributed_checkpoint.storage.storage import (
     StorageWriter,
     not_found,
 )
-from hyper_parallel.platform.shared_segment import ProcessIdentity
+from hyper_parallel.platform.host.shared_segment import ProcessIdentity
 
 _FORGOTTEN = 24 * 3600.0  # seconds after which a save of another host counts as killed
 _SAME_HOST = ("hostname", "boot_id", "pid_namespace")

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from hyper_parallel.platform.shared.call_site import call_site
+from hyper_parallel.platform.checks.call_site import call_site
 
 
 class _Strict(threading.local):

@@ -1,7 +1,7 @@
 """The device of this process, its streams and events, profiling marks, and building modules on a chosen device.
 
 On Ascend these are MindSpore's own; on a CPU, whose streams MindSpore names but cannot use, stand-ins that keep program
-order (``platform/host_streams.py``). Which of the two is decided once, when this file is imported.
+order (``platform/host/host_streams.py``). Which of the two is decided once, when this file is imported.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import mindspore as ms
 from mindspore import Parameter, Tensor, nn
 
-from hyper_parallel.platform import host_streams
+from hyper_parallel.platform.host import host_streams
 from hyper_parallel.platform.mindspore.base import start
 
 __all__ = [

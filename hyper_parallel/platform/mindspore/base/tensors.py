@@ -17,9 +17,9 @@ from mindspore import Parameter, Tensor, mint, ops
 from hyper_parallel.platform.mindspore import private_api
 from hyper_parallel.platform.mindspore.base import start
 from hyper_parallel.platform.mindspore.base.memory import from_array, memory_of, numpy_type
-from hyper_parallel.platform.op_names import canonical_name
-from hyper_parallel.platform.tensor_arguments import chunk_bounds, find_dtype, require_tensor, upward_slices
-from hyper_parallel.platform.trees import map_leaves
+from hyper_parallel.platform.shared.op_names import canonical_name
+from hyper_parallel.platform.shared.tensor_arguments import chunk_bounds, find_dtype, require_tensor, upward_slices
+from hyper_parallel.platform.shared.trees import map_leaves
 
 Device = str | int | None
 
@@ -286,7 +286,7 @@ def apply_to_tensors(fn: Callable[[Tensor], Any], container: Any) -> Any:
 
 def get_op_name(func: Callable | str) -> str:
     """The canonical name of an operator, one for all spellings of the same computation; see
-    ``platform/op_names.py``.
+    ``platform/shared/op_names.py``.
     """
     if isinstance(func, str):
         return canonical_name(func)

@@ -18,7 +18,7 @@ from typing import Any
 
 from mindspore import Tensor
 
-from hyper_parallel.platform.collective_checks import (
+from hyper_parallel.platform.checks.collective_checks import (
     COMPARES_RANKS,
     check_agreement,
     check_message,
@@ -27,14 +27,14 @@ from hyper_parallel.platform.collective_checks import (
     describe_objects,
     short,
 )
-from hyper_parallel.platform.collective_observers import CollectiveCall, notify_observers, observers
-from hyper_parallel.platform.framework_of import kind_of
-from hyper_parallel.platform.host_collectives import why_not
+from hyper_parallel.platform.checks.collective_observers import CollectiveCall, notify_observers, observers
+from hyper_parallel.platform.host.host_collectives import why_not
 from hyper_parallel.platform.mindspore.base.devices import get_device_type
 from hyper_parallel.platform.mindspore.base.memory import numpy_type
 from hyper_parallel.platform.mindspore.base.tensors import detached, dtype_name, is_meta, own_copy
 from hyper_parallel.platform.mindspore.communication import groups, transports
 from hyper_parallel.platform.mindspore.communication.groups import DONE, ProcessGroup, unwrap_group
+from hyper_parallel.platform.shared.framework_of import kind_of
 
 __all__ = [
     "CollectiveCall",

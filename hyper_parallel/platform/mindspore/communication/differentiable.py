@@ -1,4 +1,4 @@
-"""Collectives with gradients on MindSpore; what they do and check is in ``platform/differentiable.py``."""
+"""Collectives with gradients on MindSpore; what they do and check is in ``platform/shared/differentiable.py``."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 import mindspore as ms
 from mindspore import Tensor, ops
 
-from hyper_parallel.platform.collective_gradients import Framework, make_functions
-from hyper_parallel.platform.differentiable import DifferentiableCollectives
 from hyper_parallel.platform.mindspore import private_api
 from hyper_parallel.platform.mindspore.base.tensors import cat, narrow, own_copy, tensor_type_cast, zeros
 from hyper_parallel.platform.mindspore.communication import collectives, groups
+from hyper_parallel.platform.shared.collective_gradients import Framework, make_functions
+from hyper_parallel.platform.shared.differentiable import DifferentiableCollectives
 
 __all__ = [
     "differentiable_all_gather_concat",

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-from hyper_parallel.platform.group_checks import DONE, check_members, global_rank_of, part_of_split
+from hyper_parallel.platform.checks.group_checks import DONE, check_members, global_rank_of, part_of_split
 from hyper_parallel.platform.mindspore.communication import transports
 from hyper_parallel.platform.platform import EXISTING_COMM_GROUPS
 

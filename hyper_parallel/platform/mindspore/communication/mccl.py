@@ -8,7 +8,7 @@ from datetime import timedelta
 import mindspore.mint.distributed as distributed
 import numpy as np
 
-from hyper_parallel.platform.host_collectives import HostGroup
+from hyper_parallel.platform.host.host_collectives import HostGroup
 from hyper_parallel.platform.mindspore import private_api
 
 

@@ -1,10 +1,10 @@
-"""Communication that runs while the device computes, on MindSpore; what it does is in ``platform/overlap.py``."""
+"""Communication that runs while the device computes, on MindSpore; what it does: ``shared/overlap.py``."""
 
 from __future__ import annotations
 
 from hyper_parallel.platform.mindspore import private_api
 from hyper_parallel.platform.mindspore.communication import collectives, groups
-from hyper_parallel.platform.overlap import GradReduction, OverlapFunctions
+from hyper_parallel.platform.shared.overlap import GradReduction, OverlapFunctions
 
 __all__ = [
     "GradReduction",

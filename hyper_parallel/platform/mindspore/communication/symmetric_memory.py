@@ -1,4 +1,4 @@
-"""One-sided memory between the ranks of one host, on MindSpore; what it does is in ``platform/symmetric_memory.py``."""
+"""One-sided memory between the ranks of one host, on MindSpore; what it does: ``shared/symmetric_memory.py``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hyper_parallel.platform.mindspore.base.memory import copy_into, numpy_type
 from hyper_parallel.platform.mindspore.base.tensors import own_copy, tensor_to_numpy
 from hyper_parallel.platform.mindspore.communication import groups
 from hyper_parallel.platform.mindspore.communication.collectives import all_gather_object
-from hyper_parallel.platform.symmetric_memory import (
+from hyper_parallel.platform.shared.symmetric_memory import (
     SharingFramework,
     SymmetricBuffer,
     SymmetricMemoryHandler,

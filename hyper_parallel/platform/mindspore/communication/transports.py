@@ -9,7 +9,7 @@ Note [Why not mccl on a CPU]
     of which could be composed. But it also gives up for good when a rank comes 30 seconds later than another (while
     rank 0 writes a checkpoint, say), does not say which rank has died, hangs when one dies at start, runs messages in
     one queue, so that two ranks that post their receives first wait for each other, cannot be joined a second time, and
-    takes 3 seconds to start. So tensors go over connections of our own (``platform/host_transport.py``), and mccl is
+    takes 3 seconds to start. So tensors go over connections of our own (``platform/host/transport.py``), and mccl is
     joined beside them only when a program asks for it by name.
 """
 
@@ -25,11 +25,11 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint
 
-from hyper_parallel.platform.host_collectives import HostGroup, reduce_arrays
-from hyper_parallel.platform.host_transport import HostTransport
+from hyper_parallel.platform.host.host_collectives import HostGroup, reduce_arrays
+from hyper_parallel.platform.host.transport import HostTransport
+from hyper_parallel.platform.host.world_secret import find_secret
 from hyper_parallel.platform.mindspore.base import start
 from hyper_parallel.platform.mindspore.base.memory import bytes_of, copy_into, from_array, memory_of, numpy_type
-from hyper_parallel.platform.world_secret import find_secret
 
 __all__ = ["HcclTransport", "Pending", "TcpTransport", "get_transport"]
 

@@ -19,7 +19,7 @@ from hyper_parallel.platform.mindspore.base.tensors import cat, detached, full, 
 from hyper_parallel.platform.mindspore.communication import collectives
 from hyper_parallel.platform.mindspore.mends.in_place import write
 from hyper_parallel.platform.mindspore.mends.same_bits import power
-from hyper_parallel.platform.tensor_arguments import listed_tensors
+from hyper_parallel.platform.shared.tensor_arguments import listed_tensors
 
 __all__ = [
     "block_norms",
@@ -129,12 +129,12 @@ def complete_norms(norms: list[Tensor], norm_type: float, group: Any) -> list[Te
     with private_api.no_grad():
         parts = cat([tensor_type_cast(norm, wide).reshape(1) for norm in norms]) * 1
         if math.isinf(norm_type):
-            whole = collectives.all_reduce(parts, group, op="max" if norm_type > 0 else "min")
+            complete = collectives.all_reduce(parts, group, op="max" if norm_type > 0 else "min")
         elif norm_type == 0:
-            whole = collectives.all_reduce(parts, group, op="sum")
+            complete = collectives.all_reduce(parts, group, op="sum")
         else:
-            whole = power(collectives.all_reduce(power(parts, norm_type), group, op="sum"), 1.0 / norm_type)
-        return [tensor_type_cast(whole[place], norm.dtype) for place, norm in enumerate(norms)]
+            complete = power(collectives.all_reduce(power(parts, norm_type), group, op="sum"), 1.0 / norm_type)
+        return [tensor_type_cast(complete[place], norm.dtype) for place, norm in enumerate(norms)]
 
 
 def finished_norm(norm: Tensor, block: Tensor, dtype: Any = None) -> Tensor:

@@ -11,7 +11,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, mint, nn
 
-from hyper_parallel.platform.collective_observers import observe
+from hyper_parallel.platform.checks.collective_observers import observe
 from hyper_parallel.platform.mindspore import private_api
 from hyper_parallel.platform.mindspore.base.tensors import dtype_name, str_to_dtype, tensor_to_numpy
 from hyper_parallel.platform.mindspore.communication.groups import get_process_group_ranks

@@ -21,9 +21,9 @@ from typing import Any
 
 from mindspore import Parameter, Tensor
 
-from hyper_parallel.platform.lawful_gradients import LawfulGradients
 from hyper_parallel.platform.mindspore import private_api
 from hyper_parallel.platform.mindspore.base.tensors import own_copy
+from hyper_parallel.platform.shared.lawful_gradients import LawfulGradients
 
 _make = private_api.make_subclass
 

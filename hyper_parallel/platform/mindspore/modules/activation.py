@@ -21,8 +21,8 @@ from hyper_parallel.platform.mindspore.base.tensors import detached
 from hyper_parallel.platform.mindspore.dtensor.services import random_state
 from hyper_parallel.platform.mindspore.dtensor.tensor_type import as_dtensor, is_distributed, plain_kind
 from hyper_parallel.platform.mindspore.mends import dropout_masks
-from hyper_parallel.platform.module_wrappers import CHILD, Checkpointed, Lookalike, check_wrapper_arguments
-from hyper_parallel.platform.trees import map_leaves
+from hyper_parallel.platform.shared.module_wrappers import CHILD, Checkpointed, Lookalike, check_wrapper_arguments
+from hyper_parallel.platform.shared.trees import map_leaves
 
 __all__ = [
     "CheckpointPolicy",

@@ -20,8 +20,8 @@ from hyper_parallel.platform.mindspore.base import devices
 from hyper_parallel.platform.mindspore.base.memory import copy_into, from_array, memory_of, numpy_type
 from hyper_parallel.platform.mindspore.base.tensors import detached, dtype_name, is_meta, tensor_to_numpy
 from hyper_parallel.platform.mindspore.mends.empty_blocks import has_no_elements, zeros_of
-from hyper_parallel.platform.module_wrappers import innermost
-from hyper_parallel.platform.parameters import (
+from hyper_parallel.platform.shared.module_wrappers import innermost
+from hyper_parallel.platform.shared.parameters import (
     FoundParameter,
     ParameterFramework,
     ParameterFunctions,

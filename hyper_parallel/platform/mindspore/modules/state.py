@@ -10,14 +10,14 @@ import mindspore as ms
 from mindspore import Tensor, nn
 from safetensors import SafetensorError, safe_open
 
-from hyper_parallel.platform import safetensors_file
-from hyper_parallel.platform.framework_of import kind_of
+from hyper_parallel.platform.host import safetensors_file
 from hyper_parallel.platform.mindspore import private_api
 from hyper_parallel.platform.mindspore.base.memory import bytes_of, from_array
 from hyper_parallel.platform.mindspore.base.tensors import dtype_name, is_meta, own_copy
 from hyper_parallel.platform.mindspore.communication import groups
 from hyper_parallel.platform.mindspore.modules.modules import parameters_dict
-from hyper_parallel.platform.state_options import read_options
+from hyper_parallel.platform.shared.framework_of import kind_of
+from hyper_parallel.platform.shared.state_options import read_options
 
 __all__ = ["get_model_state_dict", "load_checkpoint", "save_checkpoint"]
 

@@ -26,7 +26,7 @@ from torch.nn.modules.module import (
 )
 from torch.nn.parameter import UninitializedTensorMixin
 
-from hyper_parallel.platform.host_streams import CpuEvent, CpuStream, CpuStreamContext, get_current_cpu_stream
+from hyper_parallel.platform.host.host_streams import CpuEvent, CpuStream, CpuStreamContext, get_current_cpu_stream
 
 __all__ = [
     "CpuEvent",

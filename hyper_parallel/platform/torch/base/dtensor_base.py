@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.platform.lawful_gradients import LawfulGradients
+from hyper_parallel.platform.shared.lawful_gradients import LawfulGradients
 from hyper_parallel.platform.torch.private_api import NoInterception
 
 # Functions about the autograd graph and not about values: they are not dispatched. Filled by ``dtensor_gradients``.

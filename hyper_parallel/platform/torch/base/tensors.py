@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from hyper_parallel.platform.op_names import canonical_name
-from hyper_parallel.platform.tensor_arguments import chunk_bounds, find_dtype, require_tensor, upward_slices
+from hyper_parallel.platform.shared.op_names import canonical_name
+from hyper_parallel.platform.shared.tensor_arguments import chunk_bounds, find_dtype, require_tensor, upward_slices
+from hyper_parallel.platform.shared.trees import map_leaves
 from hyper_parallel.platform.torch.base.devices import get_device_type
 from hyper_parallel.platform.torch.private_api import OpOverload
-from hyper_parallel.platform.trees import map_leaves
 
 __all__ = [
     "apply_to_tensors",

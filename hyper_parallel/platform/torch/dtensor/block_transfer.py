@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from hyper_parallel.platform.shared.region import Region
-from hyper_parallel.platform.torch import collectives
-from hyper_parallel.platform.torch.collective_gradients import handed_out, own_copy
-from hyper_parallel.platform.torch.lost_ranks import completed
+from hyper_parallel.platform.torch.communication import collectives
+from hyper_parallel.platform.torch.communication.collective_gradients import handed_out, own_copy
+from hyper_parallel.platform.torch.communication.lost_ranks import completed
 
 
 class Pending:

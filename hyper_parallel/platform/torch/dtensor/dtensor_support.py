@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hyper_parallel.platform.collective_observers import observe
+from hyper_parallel.platform.checks.collective_observers import observe
 from hyper_parallel.platform.torch.base.devices import get_device_type
 from hyper_parallel.platform.torch.base.dtensor_base import (
     DTensorBase,
@@ -18,7 +18,7 @@ from hyper_parallel.platform.torch.base.dtensor_base import (
     local_alias,
 )
 from hyper_parallel.platform.torch.base.tensors import get_op_name, tensor_to_numpy, tree_map
-from hyper_parallel.platform.torch.groups import get_process_group_ranks
+from hyper_parallel.platform.torch.communication.groups import get_process_group_ranks
 from hyper_parallel.platform.torch.private_api import NoInterception, OpOverload, OpOverloadPacket, num_storage_uses
 
 

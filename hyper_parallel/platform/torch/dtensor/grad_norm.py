@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.platform.tensor_arguments import listed_tensors
-from hyper_parallel.platform.torch import collectives
+from hyper_parallel.platform.shared.tensor_arguments import listed_tensors
 from hyper_parallel.platform.torch.base.dtensor_base import DTensorBase, detached
+from hyper_parallel.platform.torch.communication import collectives
 from hyper_parallel.platform.torch.private_api import foreach_mul_, foreach_norm
 
 __all__ = [

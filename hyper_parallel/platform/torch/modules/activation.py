@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import CheckpointPolicy, noop_context_fn
 
-from hyper_parallel.platform.module_wrappers import CHILD, Checkpointed, Lookalike, check_wrapper_arguments
+from hyper_parallel.platform.shared.module_wrappers import CHILD, Checkpointed, Lookalike, check_wrapper_arguments
 from hyper_parallel.platform.torch.modules.swap import SwapPolicy, async_save_on_cpu, has_plain_bytes, saving_on_host
 from hyper_parallel.platform.torch.private_api import OpOverload
 

@@ -1,10 +1,10 @@
-"""Splitting the inputs of a call into micro-batches; what it does is in ``platform/micro_batch.py``."""
+"""Splitting the inputs of a call into micro-batches; what it does is in ``platform/shared/micro_batch.py``."""
 
 from __future__ import annotations
 
 import functools
 
-from hyper_parallel.platform import micro_batch as shared
+from hyper_parallel.platform.shared import micro_batch as shared
 from hyper_parallel.platform.torch.base.tensors import is_tensor
 
 __all__ = ["micro_batch"]

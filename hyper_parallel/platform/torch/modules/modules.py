@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn.parameter import UninitializedTensorMixin
 from torch.utils.hooks import RemovableHandle
 
-from hyper_parallel.platform.module_wrappers import innermost
-from hyper_parallel.platform.parameters import (
+from hyper_parallel.platform.shared.module_wrappers import innermost
+from hyper_parallel.platform.shared.parameters import (
     FoundParameter,
     ParameterFramework,
     ParameterFunctions,

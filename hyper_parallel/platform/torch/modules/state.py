@@ -12,9 +12,9 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from hyper_parallel.platform import safetensors_file
-from hyper_parallel.platform.framework_of import kind_of
-from hyper_parallel.platform.state_options import read_options
+from hyper_parallel.platform.host import safetensors_file
+from hyper_parallel.platform.shared.framework_of import kind_of
+from hyper_parallel.platform.shared.state_options import read_options
 
 __all__ = ["get_model_state_dict", "load_checkpoint", "save_checkpoint"]
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch.utils.hooks import BackwardHook
 
-from hyper_parallel.platform.lawful_gradients import LawfulGradients
+from hyper_parallel.platform.shared.lawful_gradients import LawfulGradients
 from hyper_parallel.platform.torch.base.dtensor_base import DTensorBase, local_alias
-from hyper_parallel.platform.torch.differentiable import vary
+from hyper_parallel.platform.torch.communication.differentiable import vary
 from hyper_parallel.platform.torch.dtensor.dtensor_gradients import labelled
 from hyper_parallel.platform.torch.private_api import NoInterception
 

@@ -1,0 +1,1 @@
+"""What ranks do, told to observers and compared with what the others do."""

@@ -1,0 +1,1 @@
+"""Messages, memory and files of host processes: no framework, no contract."""

@@ -1,0 +1,1 @@
+"""Groups, collectives and messages, plain and with gradients."""
