@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hyper_parallel.core.distributed_checkpoint.base import strict_json
 from hyper_parallel.core.distributed_checkpoint.base.checksum import crc32c
 from hyper_parallel.core.distributed_checkpoint.base.errors import CorruptCheckpointError
 from hyper_parallel.core.distributed_checkpoint.format.index_file import decode_index, encode_index, grid_or_boxes
@@ -205,6 +206,16 @@ def test_an_object_that_no_memory_holds(tmp_path):
     outcome = run_confined(f"{__name__}:load_large_object", str(tmp_path))
     assert outcome.error is not None and outcome.error[0] == "MemoryError", outcome
     assert f"has {1 << 40} bytes, and this host has" in outcome.error[1]
+
+
+def test_a_text_that_no_memory_holds(monkeypatch):
+    text = "[" + "[]," * 6_000_000 + "[]]"
+    monkeypatch.setattr(strict_json, "available_memory", lambda: 100 << 20)
+    with pytest.raises(
+        MemoryError, match=rf"a JSON text of {len(text)} bytes may take {30 * len(text)} bytes of memory"
+    ):
+        strict_json.parse_json(text)
+    assert strict_json.parse_json("[]" + " " * 1_000_000) == []
 
 
 # ---------------------------------------------------------------- by chance

@@ -120,7 +120,7 @@ CASES = [
     (lambda b: b["tensors"]["a"].update(shape=[3000] * 8), "is not a shape that anything could have"),
     (lambda b: b["tensors"]["none"].update(shape=[0, 1 << 62, 1 << 62]), "is not a shape that anything could have"),
     (lambda b: b["tensors"]["a"].update(shape=[1] * 65), "is not a shape"),
-    (lambda b: b["tensors"]["a"]["file"].pop(), "is not a 'file' below"),
+    (lambda b: b["tensors"]["a"]["file"].pop(), "is not a 'file' for each of 2 chunks"),
     (lambda b: b["tensors"]["a"]["file"].__setitem__(0, 99), "is not a 'file' below"),
     (lambda b: b["tensors"]["a"]["start"].__setitem__(0, -8), "is not a 'start' below"),
     (lambda b: b["tensors"]["a"]["start"].__setitem__(0, 10**9), "leaves a gap before it"),

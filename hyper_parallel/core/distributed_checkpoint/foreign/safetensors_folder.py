@@ -140,8 +140,8 @@ def _read_header(folder: Path, name: str) -> dict[str, StoredTensor]:
 
 def _stored_tensor(file: str, name: str, entry: Any, base: int) -> tuple[StoredTensor, tuple[int, int]]:
     """A tensor of a header, and the bytes of data that it takes."""
-    keys = ("dtype", "shape", "data_offsets")
-    dtype, shape, place = (entry.get(key) for key in keys) if type(entry) is dict else (None, None, None)
+    found: dict[str, Any] = entry if type(entry) is dict else {}
+    dtype, shape, place = (found.get(key, "") for key in ("dtype", "shape", "data_offsets"))
     if type(dtype) is not str or dtype not in DTYPE_OF_SAFETENSORS_NAME:
         raise ValueError(f"'{shown(name)}' has the dtype {shown_value(dtype)}")
     if not _are_counts(shape) or not _are_counts(place) or len(place) != 2 or len(shape) > MAX_DIMS:

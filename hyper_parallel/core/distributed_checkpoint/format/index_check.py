@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Set
 from typing import Any
 
 from hyper_parallel.core.distributed_checkpoint.base.exact_cover import covers_once
@@ -32,10 +32,11 @@ _MAX_CRC = 1 << 32
 _MAX_HEADER = 1 << 30
 _LOOKED_AT = 200  # boxes among which two that overlap are looked for, to name them
 
-_BODY = ("world_size", "platform", "files", "layouts", "tensors", "objects")
-_TENSOR = ("dtype", "shape", "file", "start", "crc32c")
-_OBJECT = ("file", "start", "length", "crc32c", "encoding")
-_LAYOUT = ("device_type", "mesh_shape", "mesh_dim_names", "rank_list", "cuts", "partials")
+_BODY = frozenset(("world_size", "platform", "files", "layouts", "tensors", "objects"))
+_TENSOR = frozenset(("dtype", "shape", "file", "start", "crc32c"))
+_TENSOR_TOO = frozenset(("grid", "boxes", "layout", "requires_grad"))
+_OBJECT = frozenset(("file", "start", "length", "crc32c", "encoding"))
+_LAYOUT = frozenset(("device_type", "mesh_shape", "mesh_dim_names", "rank_list", "cuts", "partials"))
 
 Ranges = list[list[tuple[int, int, str]]]  # for each file (start, length, what is there)
 
@@ -66,15 +67,19 @@ def check_body(content: Any) -> None:
 
 def _require(is_right: bool, where: str, value: Any, what: str) -> None:
     if not is_right:
-        raise ValueError(f"{where}: {shown_value(value)} {what}")
+        raise _wrong(where, value, what)
 
 
-def _check_keys(entry: Any, where: str, needed: Iterable[str], optional: Iterable[str] = ()) -> None:
+def _wrong(where: str, value: Any, what: str) -> ValueError:
+    return ValueError(f"{where}: {shown_value(value)} {what}")
+
+
+def _check_keys(entry: Any, where: str, needed: Set[str], optional: Set[str] = frozenset()) -> None:
     _require(type(entry) is dict, where, entry, "is not a dict")
-    missing = [key for key in needed if key not in entry]
-    _require(not missing, where, missing, "are missing")
-    unknown = entry.keys() - {*needed, *optional}
-    _require(not unknown, where, sorted(unknown), "are not known")
+    if entry.keys() != needed:
+        missing, unknown = needed - entry.keys(), entry.keys() - needed - optional
+        _require(not missing, where, sorted(missing), "are missing")
+        _require(not unknown, where, sorted(unknown), "are not known")
 
 
 def _is_count(value: Any, least: int = 0, end: int = _MAX_COUNT) -> bool:
@@ -82,7 +87,9 @@ def _is_count(value: Any, least: int = 0, end: int = _MAX_COUNT) -> bool:
 
 
 def _are_counts(values: Any, end: int = _MAX_COUNT) -> bool:
-    return type(values) is list and all(type(value) is int and 0 <= value < end for value in values)
+    if type(values) is not list or not values:
+        return type(values) is list
+    return set(map(type, values)) == {int} and min(values) >= 0 and max(values) < end
 
 
 def _is_shape(values: Any) -> bool:
@@ -127,41 +134,52 @@ def _check_layout(where: str, layout: Any) -> None:
 
 
 def _check_tensor(where: str, entry: Any, layouts: list[Any], ranges: Ranges) -> None:
-    _check_keys(entry, where, _TENSOR, ("grid", "boxes", "layout", "requires_grad"))
+    _check_keys(entry, where, _TENSOR, _TENSOR_TOO)
     shape, dtype = entry["shape"], entry["dtype"]
     _require(_is_shape(shape), where, shape, "is not a shape")
     _require(_is_text(dtype) and dtype in STORABLE_DTYPES, where, dtype, "is not a dtype that this version knows")
     size = dtype_size(dtype)
-    has_size = math.prod(length or 1 for length in shape) * size < _MAX_COUNT
+    has_size = math.prod(filter(None, shape)) * size < _MAX_COUNT
     _require(has_size, where, shape, "is not a shape that anything could have")
-    layout = entry.get("layout")
+    layout, requires_grad = entry.get("layout"), entry.get("requires_grad", False)
     if layout is not None:
-        _require(_is_count(layout, 0, len(layouts)), where, layout, f"is not one of the {len(layouts)} layouts")
-        cuts = layouts[layout]["cuts"]
-        _require(len(cuts) == len(shape), where, cuts, f"are not cuts of shape {shape}")
-    _require(type(entry.get("requires_grad", False)) is bool, where, entry.get("requires_grad"), "is not true or false")
-    _require(("grid" in entry) != ("boxes" in entry), where, sorted(entry), "has not one of 'grid' and 'boxes'")
-    if "grid" in entry:
-        grid = entry["grid"]
-        is_grid = type(grid) is list and len(grid) == len(shape) and all(map(_are_counts, grid))
-        problem = grid_problem(tuple(map(tuple, grid)), tuple(shape)) if is_grid else "is not a list for each dim"
-        _require(not problem, where, grid, problem)
-        # Before the cells are counted out: a few lists can make more of them than memory holds.
-        num_cells = 0 if 0 in shape else math.prod(map(len, grid))
-        is_listed = type(entry["file"]) is list and len(entry["file"]) == num_cells
-        _require(is_listed, where, entry["file"], f"is not a 'file' below {len(ranges)} for each of {num_cells} chunks")
-        volumes: Collection[int] = _cell_volumes(tuple(map(tuple, grid)), tuple(shape))
-    else:
-        boxes = entry["boxes"]
-        _require(type(boxes) is list and all(_is_box(box, len(shape)) for box in boxes), where, boxes, "are no boxes")
-        problem = boxes_problem([(tuple(at), tuple(sizes)) for at, sizes in boxes], tuple(shape))
-        _require(not problem, where, boxes, problem)
-        volumes = [math.prod(sizes) for _, sizes in boxes]
+        if not _is_count(layout, 0, len(layouts)):
+            raise _wrong(where, layout, f"is not one of the {len(layouts)} layouts")
+        if len(layouts[layout]["cuts"]) != len(shape):
+            raise _wrong(where, layouts[layout]["cuts"], f"are not cuts of shape {shape}")
+    _require(type(requires_grad) is bool, where, requires_grad, "is not true or false")
+    if ("grid" in entry) == ("boxes" in entry):
+        raise _wrong(where, sorted(entry), "has not one of 'grid' and 'boxes'")
+    volumes = _volumes_of_grid(where, entry) if "grid" in entry else _volumes_of_boxes(where, entry)
     for key, end in (("file", len(ranges)), ("start", _MAX_COUNT), ("crc32c", _MAX_CRC)):
-        is_right = _are_counts(entry[key], end) and len(entry[key]) == len(volumes)
-        _require(is_right, where, entry[key], f"is not a '{key}' below {end} for each of the {len(volumes)} chunks")
+        if not _are_counts(entry[key], end) or len(entry[key]) != len(volumes):
+            raise _wrong(where, entry[key], f"is not a '{key}' below {end} for each of the {len(volumes)} chunks")
     for file, start, volume in zip(entry["file"], entry["start"], volumes, strict=True):
         ranges[file].append((start, volume * size, where))
+
+
+def _volumes_of_grid(where: str, entry: Any) -> Collection[int]:
+    """The elements of each chunk."""
+    shape, grid = tuple(entry["shape"]), entry["grid"]
+    if type(grid) is not list or len(grid) != len(shape) or not all(map(_are_counts, grid)):
+        raise _wrong(where, grid, "is not a list for each dim")
+    cells = tuple(map(tuple, grid))
+    if problem := grid_problem(cells, shape):
+        raise _wrong(where, grid, problem)
+    # Before the cells are counted out: a few lists can make more of them than memory holds.
+    num_cells = 0 if 0 in shape else math.prod(map(len, grid))
+    if type(entry["file"]) is not list or len(entry["file"]) != num_cells:
+        raise _wrong(where, entry["file"], f"is not a 'file' for each of {num_cells} chunks")
+    return _cell_volumes(cells, shape)
+
+
+def _volumes_of_boxes(where: str, entry: Any) -> Collection[int]:
+    shape, boxes = tuple(entry["shape"]), entry["boxes"]
+    if type(boxes) is not list or not all(_is_box(box, len(shape)) for box in boxes):
+        raise _wrong(where, boxes, "are no boxes")
+    if problem := boxes_problem([Region(tuple(at), tuple(sizes)) for at, sizes in boxes], shape):
+        raise _wrong(where, boxes, problem)
+    return [math.prod(sizes) for _, sizes in boxes]
 
 
 def _check_object(where: str, entry: Any, ranges: Ranges) -> None:

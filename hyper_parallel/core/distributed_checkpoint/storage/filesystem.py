@@ -133,8 +133,8 @@ class FileSystemWriter(StorageWriter):
     def discard(self, names: Iterable[str]) -> None:
         with contextlib.suppress(OSError), opened_folder(self._root, os.O_DIRECTORY) as folder:
             named = named_files(folder)  # The commit may have failed in its very last step.
-            for name in names if named is not None else ():
-                if name not in named:
+            for name in names:
+                if named is not None and name not in named:
                     with contextlib.suppress(OSError):
                         os.unlink(name, dir_fd=folder)
         with contextlib.suppress(OSError):  # A save that failed leaves no empty directory.
