@@ -3,8 +3,8 @@
 A name that an object has twice, ``NaN`` and the infinities are refused, since readers differ in what they make of them;
 so is what is nested too deeply. Digits are limited by Python itself.
 
-A text takes up to ``_GROWTH`` times its bytes of memory as plain data (lists in lists do). A large one is not parsed where
-the host has less left: an error, instead of a process that the kernel ends.
+A text takes up to ``_GROWTH`` times its bytes of memory as plain data (lists in lists do). A large one is not parsed
+where the host has less left: an error, instead of a process that the kernel ends.
 """
 
 from __future__ import annotations
