@@ -88,6 +88,23 @@ class Platform(
         """Make operators work on DTensors: the module that makes DTensors asks for it at its end."""
         Platform.operators_provider()
 
+    # Defaults of ``State`` that need other sections; a framework that can do better overrides them.
+
+    def named_state_parameters(self, model: Any) -> dict[str, Any]:
+        return self.parameters_dict(model)
+
+    def set_extra_states(self, model: Any, states: Any) -> None:
+        if states:
+            raise TypeError(f"modules of {self.platform_type.name} keep no state besides tensors, got {list(states)}")
+
+    def raw_array(self, tensor: Any) -> Any:
+        tensor = self.detached(tensor)
+        array = self.tensor_to_numpy(tensor)
+        size = self.get_element_size(tensor)
+        if array.dtype.itemsize != size:
+            raise TypeError(f"dtype {self.dtype_name(tensor.dtype)} has no raw bits on this platform")
+        return array.view("V16" if size == 16 else f"u{size}")
+
 
 # ---------------------------------------------------------------- choosing the framework
 

@@ -22,7 +22,7 @@ from hyper_parallel.core.distributed_checkpoint.base.errors import (
 )
 from hyper_parallel.core.distributed_checkpoint.base.metadata import Metadata
 from hyper_parallel.core.distributed_checkpoint.format.index_file import CheckpointIndex, decode_index
-from hyper_parallel.core.distributed_checkpoint.format.shard_file import Buffer, RankReport, WrittenItem
+from hyper_parallel.core.distributed_checkpoint.format.shard_file import RankReport, WrittenItem
 from hyper_parallel.core.distributed_checkpoint.planning.chunks import plan_chunks
 from hyper_parallel.core.distributed_checkpoint.planning.make_index import index_by_arithmetic, index_of_plans
 from hyper_parallel.core.distributed_checkpoint.planning.planner import SavePlanner
@@ -30,6 +30,7 @@ from hyper_parallel.core.distributed_checkpoint.save import KnownPlan, PreparedS
 from hyper_parallel.core.distributed_checkpoint.storage.filesystem import FileSystemWriter
 from hyper_parallel.core.distributed_checkpoint.storage.storage import (
     METADATA_FILE,
+    Buffer,
     CheckpointId,
     StorageWriter,
     absolute_path,

@@ -197,6 +197,7 @@ def _staged(item: WriteItem, planner: SavePlanner, copy: bool) -> StagedItem:
         encoding = planner.encoding_of(item.index.fqn) if hasattr(planner, "encoding_of") else "json"
         return StagedItem(item.index, "uint8", (len(data),), data, encoding)
     platform, shape = get_platform(), tuple(data.shape)
+    buffer: np.ndarray[Any, Any] | DeviceBytes
     if copy or isinstance(data, np.ndarray) or platform.is_in_host_memory(data):
         buffer = as_buffer(data if isinstance(data, np.ndarray) else platform.raw_array(data))
     else:

@@ -171,16 +171,3 @@ class Blocks(ABC):
     @abstractmethod
     def get_total_norm(tensors: Any, norm_type: Any = 2.0, error_if_nonfinite: Any = False, foreach: Any = None) -> Any:
         """The ``norm_type`` norm (``inf`` included) of all tensors as one vector."""
-
-    @staticmethod
-    @abstractmethod
-    def world_generation() -> Any:
-        """How many worlds this process has left: what is remembered about groups holds for one of them.
-
-        Asking forgets what is known of a world that was left with a function of the framework's own.
-        """
-
-    @staticmethod
-    @abstractmethod
-    def on_leaving(forget: Any) -> Any:
-        """Call ``forget()`` whenever a group or the world is left: in the next one this rank may have another place."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 # Groups by their ranks in ascending order. One table for the process, so that every mesh, plan and test that asks for
@@ -33,6 +33,19 @@ class Groups(ABC):
     @abstractmethod
     def destroy_process_group(group: Any = None) -> None:
         """Leave ``group``, or the world and every group made in it."""
+
+    @staticmethod
+    @abstractmethod
+    def world_generation() -> int:
+        """How many worlds this process has left: what is remembered about groups holds for one of them.
+
+        Asking forgets what is known of a world that was left with a function of the framework's own.
+        """
+
+    @staticmethod
+    @abstractmethod
+    def on_leaving(forget: Callable[[], None]) -> None:
+        """Call ``forget()`` whenever a group or the world is left: in the next one this rank may have another place."""
 
     @staticmethod
     @abstractmethod

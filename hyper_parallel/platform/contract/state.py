@@ -26,15 +26,15 @@ class State(ABC):
         """The tensors of a file by name."""
 
     # What a checkpoint asks of models and optimizers. A framework whose optimizers do not tell keeps these errors.
+    # What is abstract among these methods has a default in ``Platform``, written with the methods of other sections.
 
+    @abstractmethod
     def named_state_parameters(self, model: Any) -> dict[str, Any]:
         """Every parameter under each of its names, the names as in ``get_model_state_dict``."""
-        return self.parameters_dict(model)
 
+    @abstractmethod
     def set_extra_states(self, model: Any, states: Any) -> None:
         """Give modules back what they have in the state dict besides tensors."""
-        if states:
-            raise TypeError(f"modules of {self.platform_type.name} keep no state besides tensors, got {list(states)}")
 
     def optimizer_groups(self, optimizer: Any) -> list[tuple[list[Any], dict[str, Any]]]:
         """(parameters, options as plain values) of each parameter group."""
@@ -59,17 +59,12 @@ class State(ABC):
         """Let the optimizer keep copies of these slots for a parameter; None: as before its first step."""
         raise TypeError(f"a {type(optimizer).__name__} does not take what it keeps for a parameter")
 
+    @abstractmethod
     def raw_array(self, tensor: Any) -> Any:
         """The bits of the tensor (of a DTensor: of its block) as a numpy array of unsigned integers, of its shape.
 
         The same memory where that is the host's, else a copy. What numpy knows by itself works without an override.
         """
-        tensor = self.detached(tensor)
-        array = self.tensor_to_numpy(tensor)
-        size = self.get_element_size(tensor)
-        if array.dtype.itemsize != size:
-            raise TypeError(f"dtype {self.dtype_name(tensor.dtype)} has no raw bits on this platform")
-        return array.view("V16" if size == 16 else f"u{size}")
 
     def set_raw(self, tensor: Any, array: Any) -> None:
         """Give the tensor (a DTensor: its block) these bits, unless ``array`` is its own memory already."""

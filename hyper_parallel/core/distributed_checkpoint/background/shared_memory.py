@@ -41,7 +41,7 @@ class SharedMemory:
             self.array[start : start + len(source)] = source
             return
         while len(source):
-            written = os.pwrite(self.file, source, start)
+            written = os.pwrite(self.file, source.data, start)
             start, source = start + written, source[written:]
 
     def filled(self) -> None:

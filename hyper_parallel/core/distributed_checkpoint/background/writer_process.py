@@ -191,7 +191,8 @@ def run_job(job: dict[str, Any], memory: Memory | None, agreement: Agreement) ->
         return write_shards(writer, job["save_name"], agreement.rank, staged_items(job, memory), names)
 
     def commit(reports: list[RankReport]) -> None:
-        index = complete_index(*pickle.loads(job["index"]), reports)
+        planned, owners = pickle.loads(job["index"])
+        index = complete_index(planned, owners, reports)
         data = encode_index(index)
         writer.commit(data, [file.name for file in index.files])
         committed.append(data)

@@ -41,9 +41,9 @@ def _add_zeros(length: int, crc: int) -> int:
 def crc32c_of(values: np.ndarray[Any, Any], crc: int = 0) -> int:
     """The crc32c of an array's bytes in row-major order."""
     if values.flags.c_contiguous:
-        return crc32c(values.reshape(-1).view(np.uint8), crc)
+        return crc32c(values.reshape(-1).view(np.uint8).data, crc)
     for rows in _in_blocks(values):
-        crc = crc32c(np.ascontiguousarray(rows).reshape(-1).view(np.uint8), crc)
+        crc = crc32c(np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data, crc)
     return crc
 
 
@@ -65,11 +65,12 @@ def _crc_of_padded(values: np.ndarray[Any, Any], offsets: tuple[int, ...], shape
     else:
         at_once = min(max(1, _BLOCK // row), len(values))
         padded = np.zeros((at_once, *shape[1:]), values.dtype)
-        place = padded[(slice(None), *slices(offsets[1:], values.shape[1:]))]
+        box = (slice(None), *slices(offsets[1:], values.shape[1:]))
+        place = padded[box]
         for first in range(0, len(values), at_once):
             rows = values[first : first + at_once]
             place[: len(rows)] = rows
-            crc = crc32c(padded[: len(rows)].reshape(-1).view(np.uint8), crc)
+            crc = crc32c(padded[: len(rows)].reshape(-1).view(np.uint8).data, crc)
     rows_after = shape[0] - offsets[0] - len(values)
     return _add_zeros(rows_after * row, crc) if rows_after else crc
 

@@ -16,7 +16,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -64,18 +64,30 @@ def fill_box(
             if dim is not None:
                 there[dim] += first - start
         else:
-            read(piece.file_name, tuple(there), _turned_back(array[(*here, ...)], piece))
+            read(piece.file_name, tuple(there), _turned_back(_view(array, here), piece))
 
 
 def _turned_back(box: np.ndarray[Any, Any], piece: Piece) -> np.ndarray[Any, Any]:
     """A box of ours with the dims of the files, by reference."""
     kept = [dim for dim in piece.dims if dim is not None]
-    plain = box[(*(0 if dim is None else slice(None) for dim in piece.dims), ...)]
+    plain = _view(box, (0 if dim is None else slice(None) for dim in piece.dims))
     turned = plain.transpose(*np.argsort(kept)) if kept else plain
-    return turned[(*(slice(None) if dim in kept else None for dim in range(len(piece.file_offsets))), ...)]
+    return _view(turned, (slice(None) if dim in kept else None for dim in range(len(piece.file_offsets))))
 
 
-def assemble(entry: Any, pieces: Sequence[Piece], whole: Mapping[str, np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
+def _view(array: np.ndarray[Any, Any], index: Iterable[int | slice | None]) -> np.ndarray[Any, Any]:
+    """A part of an array by reference, also where it has no dims."""
+    place = (*index, ...)
+    return array[place]
+
+
+class Boxes(Protocol):
+    """``boxes[name][slices]`` is that box of a tensor."""
+
+    def __getitem__(self, name: str, /) -> Any: ...
+
+
+def assemble(entry: Any, pieces: Sequence[Piece], whole: Boxes) -> np.ndarray[Any, Any]:
     """The bits of a tensor of the files, from ours."""
     array = np.empty(entry.shape, raw_dtype(entry.dtype))
     for piece in pieces:
@@ -199,7 +211,7 @@ def write_at(descriptor: int, array: np.ndarray[Any, Any], start: int) -> None:
     """Write the array's bytes to a place in a file."""
     if array.size == 0:
         return
-    view = memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    view = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
     while len(view):
         written = os.pwrite(descriptor, view, start)
         view, start = view[written:], start + written

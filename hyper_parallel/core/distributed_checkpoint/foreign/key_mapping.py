@@ -144,7 +144,8 @@ class _Rule:
         self.names = {"files": self._list(rule, "files"), "ours": [] if self.drop else self._list(rule, "ours")}
         self._check_numbers(rule)
         self.transpose = tuple(rule["transpose"]) if rule.get("transpose") is not None else None
-        self.join, self.stack = rule.get("join"), rule.get("stack")
+        self.join: int | None = rule.get("join")
+        self.stack: int | None = rule.get("stack")
         self.groups = rule.get("groups", 1)
         self.patterns = {side: [_pattern(name) for name in names] for side, names in self.names.items()}
         many = max(self.names.values(), key=len)
@@ -244,7 +245,7 @@ class _Rule:
 
     def _count(self, side: str, other: str, names: dict, known: Known) -> int:
         """How many tensors are stacked."""
-        if self.stacked_side is None:
+        if self.stack is None:
             return 1
         if self.stacked_side == other:
             return max(index for _, index in names) + 1
@@ -264,7 +265,7 @@ class _Rule:
         found: dict[int, Shape] = {}
         for (number, index), shape in shapes.items():
             part = list(shape)
-            if self.stacked_side == side:
+            if self.stack is not None and self.stacked_side == side:
                 del part[self.stack]
             if side == "files" and self.transpose is not None:
                 if len(part) != len(self.transpose):
@@ -292,9 +293,9 @@ class _Rule:
 
     def _join_dim(self) -> int:
         """The joined dim, counted in a part: without the stacked dim."""
-        if self.stacked_side == "ours" and self.join > self.stack:
-            return self.join - 1
-        return self.join
+        assert self.join is not None
+        is_after = self.stack is not None and self.stacked_side == "ours" and self.join > self.stack
+        return self.join - 1 if is_after else self.join
 
     def _assembled(self, side: str, parts: list[Shape], number: int, count: int) -> Shape:
         """The shape of a tensor on one side."""
@@ -310,7 +311,7 @@ class _Rule:
             for ours, theirs in enumerate(self.transpose):
                 turned[theirs] = shape[ours]
             shape = turned
-        if self.stacked_side == side:
+        if self.stack is not None and self.stacked_side == side:
             shape.insert(self.stack, count)
         return tuple(shape)
 
@@ -342,11 +343,11 @@ class _Rule:
         for ours, theirs in enumerate(order):
             in_files[theirs] = offsets["files"][ours]
         in_ours = offsets["ours"]
-        if self.stacked_side == "ours":
+        if self.stack is not None and self.stacked_side == "ours":
             in_ours.insert(self.stack, index)
             sizes.insert(self.stack, 1)
             dims.insert(self.stack, None)
-        elif self.stacked_side == "files":
+        elif self.stack is not None:
             in_files.insert(self.stack, index)
             dims = [dim + 1 if dim >= self.stack else dim for dim in order]
         name_of = {

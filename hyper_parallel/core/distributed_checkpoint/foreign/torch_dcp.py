@@ -93,7 +93,7 @@ class TorchCheckpoint:
 
     def view(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> np.ndarray[Any, Any]:
         """The bits of a box of a tensor."""
-        tensor, box = self._tensors[name], (tuple(offsets), tuple(sizes))
+        tensor, box = self._tensors[name], Region(tuple(offsets), tuple(sizes))
         touching = (
             (tensor.boxes[number], functools.partial(self._chunk, name, tensor, number))
             for number in tensor.touching(box)

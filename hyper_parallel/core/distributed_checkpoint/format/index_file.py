@@ -63,7 +63,7 @@ class StoredTensor:
             for starts, stops in zip(self.grid, ends, strict=True)
         ]
         for cell in itertools.product(*sides):
-            yield tuple(at for at, _ in cell), tuple(size for _, size in cell)
+            yield Region(tuple(at for at, _ in cell), tuple(size for _, size in cell))
 
     def box(self, number: int) -> Region:
         """The box of one chunk."""

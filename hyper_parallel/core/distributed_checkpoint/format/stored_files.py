@@ -23,7 +23,13 @@ from hyper_parallel.core.distributed_checkpoint.storage.storage import (
 from hyper_parallel.platform.host.shared_segment import available_memory
 from hyper_parallel.platform.shared.region import Shape
 
-RAW_DTYPES = {1: np.dtype("u1"), 2: np.dtype("u2"), 4: np.dtype("u4"), 8: np.dtype("u8"), 16: np.dtype("V16")}
+RAW_DTYPES: dict[int, np.dtype[Any]] = {
+    1: np.dtype("u1"),
+    2: np.dtype("u2"),
+    4: np.dtype("u4"),
+    8: np.dtype("u8"),
+    16: np.dtype("V16"),
+}
 _STEP = 16 << 20  # bytes that are checked at a time
 _LARGE = 64 << 20  # bytes of an object from which on the memory is looked at first
 

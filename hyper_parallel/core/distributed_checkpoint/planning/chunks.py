@@ -160,7 +160,7 @@ def holders_of(spec: TensorSpec, rank: int, world_size: int) -> Ranks:
 def _cells_of_plain(shape: Shape, holders: Ranks, element_size: int) -> tuple[Cell, ...]:
     if 0 in shape:
         return ()
-    return tuple(_split(((0,) * len(shape), shape), holders, _split_dim(shape, len(holders), element_size)))
+    return tuple(_split(Region.whole(shape), holders, _split_dim(shape, len(holders), element_size)))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -168,7 +168,7 @@ def _cells_of_plain_on_rank(shape: Shape, holders: Ranks, element_size: int, ran
     if 0 in shape or rank not in holders:
         return ()
     dim = _split_dim(shape, len(holders), element_size)
-    return tuple(_split(((0,) * len(shape), shape), holders, dim, rank))
+    return tuple(_split(Region.whole(shape), holders, dim, rank))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -183,7 +183,7 @@ def _cells_of_layouts(layouts: tuple[Layout, ...], shape: Shape, element_size: i
         for axes, (_, _, places) in zip(first.cuts, intervals, strict=True):
             for axis, place in zip(axes, places, strict=True):
                 coordinate[axis] = place
-        box = tuple(start for start, _, _ in intervals), tuple(length for _, length, _ in intervals)
+        box = Region(tuple(start for start, _, _ in intervals), tuple(length for _, length, _ in intervals))
         cells += _split(box, _holders(layouts, tuple(coordinate)), dim)
     # Pieces of neighbouring cells are in the order of the cells here; row-major over the finer grid is wanted.
     return tuple(sorted(cells)) if dim is not None else tuple(cells)

@@ -51,14 +51,14 @@ class ReplicaExchange:
         for rank, items in sorted(self._expected.items()):
             num_bytes = sum(places[id(item)].nbytes for item in items)
             incoming[rank] = platform.new_tensor((num_bytes,), "uint8", "cpu")
-            _try(lost, rank, lambda rank=rank: work.append((rank, platform.irecv(incoming[rank], rank))))  # type: ignore[misc]
+            _try(lost, rank, lambda rank=rank: work.append((rank, platform.irecv(incoming[rank], rank))))
         outgoing = []
         for rank, items in sorted(self._owed.items()):
             message = platform.new_tensor((sum(places[id(item)].nbytes for item in items),), "uint8", "cpu")
             data = np.concatenate([np.ascontiguousarray(places[id(item)]).reshape(-1).view("u1") for item in items])
             platform.set_raw(message, data)
             outgoing.append(message)
-            _try(lost, rank, lambda rank=rank, message=message: work.append((rank, platform.isend(message, rank))))  # type: ignore[misc]
+            _try(lost, rank, lambda rank=rank, message=message: work.append((rank, platform.isend(message, rank))))
         for rank, handle in work:
             _try(lost, rank, handle.wait)
         if lost:

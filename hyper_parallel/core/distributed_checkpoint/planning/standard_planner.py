@@ -81,7 +81,7 @@ def _local_box(shape: Shape, layouts: tuple[Any, ...], holders: Ranks | None, ra
         if rank in layout.mesh.rank_list:
             return layout.local_region(shape, layout.mesh.coordinate_of(rank))
     whole = not layouts and (holders is None or rank in holders)
-    return (0,) * len(shape), shape if whole else (0,) * len(shape)
+    return Region.whole(shape if whole else (0,) * len(shape))
 
 
 class StandardSavePlanner(SavePlanner):

@@ -9,6 +9,7 @@ import numpy as np
 
 from hyper_parallel.core.distributed_checkpoint.base.metadata import dtype_size
 from hyper_parallel.core.distributed_checkpoint.tools.rewrite import split_box
+from hyper_parallel.platform.shared.region import Region
 
 _STEP = 16 << 20
 _FLOATS = {"float64": "f8", "float32": "f4", "float16": "f2"}
@@ -60,7 +61,7 @@ def _compare_values(one: Any, other: Any, name: str, shape: tuple[int, ...], dty
     if 0 in shape:
         return ""
     num_different, largest = 0, 0.0
-    for box in split_box(((0,) * len(shape), shape), dtype_size(dtype), _STEP):
+    for box in split_box(Region.whole(shape), dtype_size(dtype), _STEP):
         mine, theirs = one.view(name, *box), other.view(name, *box)
         different = mine != theirs
         count = int(np.count_nonzero(different))

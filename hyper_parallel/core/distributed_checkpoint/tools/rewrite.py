@@ -57,7 +57,8 @@ def split_box(box: Region, element_size: int, max_bytes: int) -> Iterator[Region
     step = max(max_bytes // rest, 1)
     for at in range(0, sizes[dim], step):
         length = min(step, sizes[dim] - at)
-        part = ((*offsets[:dim], offsets[dim] + at, *offsets[dim + 1 :]), (*sizes[:dim], length, *sizes[dim + 1 :]))
+        starts = (*offsets[:dim], offsets[dim] + at, *offsets[dim + 1 :])
+        part = Region(starts, (*sizes[:dim], length, *sizes[dim + 1 :]))
         yield from split_box(part, element_size, max_bytes)
 
 
@@ -108,7 +109,7 @@ def write_checkpoint(
         elif cuts is None and _is_as_it_was(pieces[name], source):
             boxes = [(box, 0) for box in source.boxes(pieces[name][0].file_name) if 0 not in box[1]]
         else:
-            boxes = [] if 0 in shape else [(((0,) * len(shape), shape), 0)]
+            boxes = [] if 0 in shape else [(Region.whole(shape), 0)]
         parts = [(part, owner) for box, owner in boxes for part in split_box(box, dtype_size(dtype), max_file_bytes)]
         grid, order = grid_or_boxes(shape, [part for part, _ in parts])
         parts = [parts[place] for place in order]

@@ -100,7 +100,7 @@ class Cuts:
                 offsets.append(start)
                 sizes.append(size)
             if 0 not in sizes:
-                yield (tuple(offsets), tuple(sizes)), rank
+                yield Region(tuple(offsets), tuple(sizes)), rank
 
     def check_used(self, names: Iterable[str]) -> None:
         """Raise if a pattern fits none of the names."""

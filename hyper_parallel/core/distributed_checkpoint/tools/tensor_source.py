@@ -6,6 +6,7 @@ Kinds: our own, folders of safetensors files (Hugging Face), and torch's distrib
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -95,11 +96,11 @@ class OurCheckpoint:
     def view(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> np.ndarray[Any, Any]:
         """The bits of a box of a tensor, by reference where it lies in one chunk."""
         tensor = self.index.tensors[name]
-        box = tuple(offsets), tuple(sizes)
+        box = Region(tuple(offsets), tuple(sizes))
         return view_of_boxes(
             RAW_DTYPES[dtype_size(tensor.dtype)],
             box,
-            ((chunk, lambda n=number: self._chunk(name, n)) for number, chunk in tensor.touching(box)),
+            ((chunk, functools.partial(self._chunk, name, number)) for number, chunk in tensor.touching(box)),
         )
 
     def _chunk(self, name: str, number: int) -> np.ndarray[Any, Any]:
@@ -118,8 +119,7 @@ class SafetensorsSource(SafetensorsFolder):
     kind = HUGGING_FACE
 
     def boxes(self, name: str) -> list[Region]:
-        shape = self.tensors[name].shape
-        return [((0,) * len(shape), shape)]
+        return [Region.whole(self.tensors[name].shape)]
 
     def layout(self, name: str) -> None:
         return None

@@ -190,7 +190,7 @@ def _tensor(name: str, fields: dict[str, Any], places: dict[tuple[str, Shape | N
             raise ValueError(
                 f"'{shown(name)}' at {list(offsets)} of size {list(sizes)} is stored in {place.length} bytes"
             )
-        chunks.append(((offsets, sizes), place))
+        chunks.append((Region(offsets, sizes), place))
     is_whole = len(chunks) == 1 and chunks[0][0] == ((0,) * len(shape), shape)
     if not is_whole and not covers_once((box for box, _ in chunks), shape):
         raise ValueError(
