@@ -20,13 +20,34 @@ class Collectives(ABC):
 
     @staticmethod
     @abstractmethod
-    def all_gather_into_tensor(data: Any, group_info: Any, async_op: bool = False) -> Any:
-        """The ranks' equally shaped ``data``, concatenated on dim 0 in group order."""
+    def all_gather_into_tensor(data: Any, group_info: Any, async_op: bool = False, *, out: Any = None) -> Any:
+        """The ranks' equally shaped ``data``, concatenated on dim 0 in group order; written into ``out`` if given."""
 
     @staticmethod
     @abstractmethod
-    def reduce_scatter_tensor(data: Any, group_info: Any, async_op: bool = False, op: str = "sum") -> Any:
-        """Reduce ``data`` over the group and keep this rank's equal part of dim 0."""
+    def reduce_scatter_tensor(
+        data: Any, group_info: Any, async_op: bool = False, op: str = "sum", *, out: Any = None
+    ) -> Any:
+        """Reduce ``data`` over the group and keep this rank's equal part of dim 0; written into ``out`` if given."""
+
+    @staticmethod
+    @abstractmethod
+    def all_gather_into_tensors(
+        data: Sequence[Any], group_info: Any, async_op: bool = False, *, out: Sequence[Any] | None = None
+    ) -> Any:
+        """:meth:`all_gather_into_tensor` of each tensor of a list, in one call; the list of results."""
+
+    @staticmethod
+    @abstractmethod
+    def reduce_scatter_tensors(
+        data: Sequence[Any],
+        group_info: Any,
+        async_op: bool = False,
+        op: str = "sum",
+        *,
+        out: Sequence[Any] | None = None,
+    ) -> Any:
+        """:meth:`reduce_scatter_tensor` of each tensor of a list, in one call; the list of results."""
 
     @staticmethod
     @abstractmethod

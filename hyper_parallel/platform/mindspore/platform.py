@@ -14,6 +14,7 @@ from hyper_parallel.platform.mindspore.base import (
     tensors,
 )
 from hyper_parallel.platform.mindspore.communication import (
+    coalesced,
     collectives,
     differentiable,
     groups,
@@ -50,6 +51,7 @@ __all__ = ["MindSporePlatform", "added_methods", "start"]
     activation,
     autograd_functions,
     block_transfer,
+    coalesced,
     collectives,
     deferred,
     devices,

@@ -10,7 +10,14 @@ import torch
 from hyper_parallel.platform.contract.tables import takes_from
 from hyper_parallel.platform.platform import Platform, PlatformType
 from hyper_parallel.platform.torch.base import devices, dtensor_base, tensors
-from hyper_parallel.platform.torch.communication import collectives, differentiable, groups, overlap, symmetric_memory
+from hyper_parallel.platform.torch.communication import (
+    coalesced,
+    collectives,
+    differentiable,
+    groups,
+    overlap,
+    symmetric_memory,
+)
 from hyper_parallel.platform.torch.dtensor import (
     block_transfer,
     dtensor_gradients,
@@ -46,6 +53,7 @@ from hyper_parallel.platform.torch.takes_over import (
 @takes_from(
     activation,
     block_transfer,
+    coalesced,
     collectives,
     compiling,
     deferred,

@@ -16,7 +16,7 @@ from mindspore import Parameter, Tensor, mint, ops
 
 from hyper_parallel.platform.mindspore import private_api
 from hyper_parallel.platform.mindspore.base import start
-from hyper_parallel.platform.mindspore.base.memory import from_array, memory_of, numpy_type
+from hyper_parallel.platform.mindspore.base.memory import copy_into, from_array, memory_of, numpy_type
 from hyper_parallel.platform.shared.op_names import canonical_name
 from hyper_parallel.platform.shared.tensor_arguments import chunk_bounds, find_dtype, require_tensor, upward_slices
 from hyper_parallel.platform.shared.trees import map_leaves
@@ -203,6 +203,14 @@ def own_copy(tensor: Tensor) -> Tensor:
     if start.on_ascend():
         return ops.stop_gradient(tensor).contiguous() * 1 if is_differentiable(tensor) else mint.clone(tensor)
     return from_array(np.array(memory_of(tensor), order="C"))
+
+
+def overwrite(target: Tensor, values: Tensor) -> None:
+    """Copy ``values`` into the memory of ``target``; nothing is recorded."""
+    if start.on_ascend():
+        target.copy_(values)
+    else:
+        copy_into(target, memory_of(values))
 
 
 def detached(tensor: Tensor) -> Tensor:

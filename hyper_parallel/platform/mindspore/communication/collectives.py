@@ -31,7 +31,7 @@ from hyper_parallel.platform.checks.collective_observers import CollectiveCall, 
 from hyper_parallel.platform.host.host_collectives import why_not
 from hyper_parallel.platform.mindspore.base.devices import get_device_type
 from hyper_parallel.platform.mindspore.base.memory import numpy_type
-from hyper_parallel.platform.mindspore.base.tensors import detached, dtype_name, is_meta, own_copy
+from hyper_parallel.platform.mindspore.base.tensors import detached, dtype_name, is_meta, overwrite, own_copy
 from hyper_parallel.platform.mindspore.communication import groups, transports
 from hyper_parallel.platform.mindspore.communication.groups import DONE, ProcessGroup, unwrap_group
 from hyper_parallel.platform.shared.framework_of import kind_of
@@ -135,6 +135,24 @@ def _given(result: Tensor, handle: Any, async_op: bool) -> Any:
     return result
 
 
+def _written(result: Tensor, handle: Any, async_op: bool, out: Tensor | None) -> Any:
+    """The result, put into ``out`` when it is complete, if that was given."""
+    if out is None:
+        return _given(result, handle, async_op)
+    return _given(out, transports.Pending(lambda: (handle.wait(), overwrite(out, result))), async_op)
+
+
+def check_out(function: str, out: Tensor, shape: Sequence[int], data: Tensor, group: ProcessGroup) -> None:
+    """Raise unless ``out`` is memory for a result of this shape."""
+    if not isinstance(out, Tensor):
+        raise TypeError(f"{function} {where(group)}: out must be a tensor, got a {kind_of(out)}")
+    if tuple(out.shape) != tuple(shape) or out.dtype != data.dtype or not out.is_contiguous():
+        raise ValueError(
+            f"{function} {where(group)}: out must be contiguous, of shape {tuple(shape)} and {data.dtype}; got shape "
+            f"{tuple(out.shape)}, {out.dtype}, strides {tuple(out.stride())}"
+        )
+
+
 # ---------------------------------------------------------------- collectives
 
 
@@ -153,21 +171,30 @@ def all_reduce(data: Tensor, group_info: Any, async_op: bool = False, op: str = 
     return _given(*transports.get_transport().all_reduce(group.channel, data, op, async_op), async_op)
 
 
-def all_gather_into_tensor(data: Tensor, group_info: Any, async_op: bool = False) -> Any:
-    """The ranks' equally shaped ``data``, concatenated on dim 0 in group order; of scalars, a vector."""
+def all_gather_into_tensor(data: Tensor, group_info: Any, async_op: bool = False, *, out: Tensor | None = None) -> Any:
+    """The ranks' equally shaped ``data``, concatenated on dim 0 in group order; of scalars, a vector.
+
+    With ``out``, contiguous memory of the result's shape and dtype, ``out`` is the result.
+    """
     group = _checked("all_gather_into_tensor", data, group_info)
     shape = tuple(data.shape) or (1,)
+    whole = (shape[0] * group.size(), *shape[1:])
+    if out is not None:
+        check_out("all_gather_into_tensor", out, whole, data, group)
     if group.size() == 1:
-        result = own_copy(data).reshape(shape)
-        return (result, DONE) if async_op else result
+        return _written(own_copy(data).reshape(shape), DONE, async_op, out)
     if observers:
         notify_observers("all_gather_into_tensor", group, data, async_op)
-    transport = transports.get_transport()
-    return _given(*transport.all_gather(group.channel, data, (shape[0] * group.size(), *shape[1:])), async_op)
+    return _written(*transports.get_transport().all_gather(group.channel, data, whole), async_op, out)
 
 
-def reduce_scatter_tensor(data: Tensor, group_info: Any, async_op: bool = False, op: str = "sum") -> Any:
-    """Reduce ``data`` over the group and keep this rank's equal part of dim 0; ``op`` as for :func:`all_reduce`."""
+def reduce_scatter_tensor(
+    data: Tensor, group_info: Any, async_op: bool = False, op: str = "sum", *, out: Tensor | None = None
+) -> Any:
+    """Reduce ``data`` over the group and keep this rank's equal part of dim 0.
+
+    ``op`` as for :func:`all_reduce`, ``out`` as for :func:`all_gather_into_tensor`.
+    """
     group = _checked("reduce_scatter_tensor", data, group_info, op=op)
     _check_op("reduce_scatter_tensor", data, op, group)
     shape, size = tuple(data.shape), group.size()
@@ -176,15 +203,15 @@ def reduce_scatter_tensor(data: Tensor, group_info: Any, async_op: bool = False,
             f"reduce_scatter_tensor {where(group)}: shape {shape} cannot be cut into {size} equal parts of "
             f"dim 0; pad dim 0 to a multiple of {size}"
         )
+    part = (shape[0] // size, *shape[1:])
+    if out is not None:
+        check_out("reduce_scatter_tensor", out, part, data, group)
     if size == 1:
-        result = own_copy(data)
-        return (result, DONE) if async_op else result
+        return _written(own_copy(data), DONE, async_op, out)
     if observers:
         notify_observers("reduce_scatter_tensor", group, data, async_op)
     transport = transports.get_transport()
-    return _given(
-        *transport.reduce_scatter(group.channel, data, op, (shape[0] // size, *shape[1:]), async_op), async_op
-    )
+    return _written(*transport.reduce_scatter(group.channel, data, op, part, async_op), async_op, out)
 
 
 def broadcast(data: Tensor, src: int, group: Any, async_op: bool = False) -> Any:

@@ -36,6 +36,7 @@ from hyper_parallel.platform.torch.communication.group_facts import (
     PendingResult,
     Reduction,
     as_bytes,
+    check_out,
     check_writable,
     contiguous,
     find_facts,
@@ -157,8 +158,13 @@ def _all_reduce_carried(
     return _finished(data, work, finish, async_op)
 
 
-def all_gather_into_tensor(data: torch.Tensor, group_info: Any, async_op: bool = False) -> Any:
-    """The ranks' equally shaped ``data``, concatenated on dim 0 in group order; of scalars, a vector."""
+def all_gather_into_tensor(
+    data: torch.Tensor, group_info: Any, async_op: bool = False, *, out: torch.Tensor | None = None
+) -> Any:
+    """The ranks' equally shaped ``data``, concatenated on dim 0 in group order; of scalars, a vector.
+
+    With ``out``, contiguous memory of the result's shape and dtype, nothing is allocated and ``out`` is the result.
+    """
     facts = known_facts.get(id(group_info))
     if facts is None:
         group_info, facts = find_facts(group_info)
@@ -170,9 +176,16 @@ def all_gather_into_tensor(data: torch.Tensor, group_info: Any, async_op: bool =
         movable = find_movable("all_gather_into_tensor", data, facts)
     shape = data.shape
     size = facts.size
+    if out is not None:
+        rows = shape or (1,)
+        check_out("all_gather_into_tensor", out, (rows[0] * size, *rows[1:]), data, facts)
     if size == 1:
-        result = data.detach().clone(memory_format=torch.contiguous_format)
-        result = result if shape else result.reshape(1)
+        if out is None:
+            result = data.detach().clone(memory_format=torch.contiguous_format)
+            result = result if shape else result.reshape(1)
+        else:
+            result = out
+            out.detach().copy_(data)
         return (result, DONE) if async_op else result
     if connecting:
         groups.wait_until_connected(group_info)
@@ -180,11 +193,11 @@ def all_gather_into_tensor(data: torch.Tensor, group_info: Any, async_op: bool =
         notify_observers("all_gather_into_tensor", group_info, data, async_op)
     if movable and shape and data.is_contiguous():
         sent = data.detach() if data.requires_grad else data
-        result = received = data.new_empty((shape[0] * size, *shape[1:]))
+        result = received = data.new_empty((shape[0] * size, *shape[1:])) if out is None else out
     else:
         sent = contiguous(data).reshape(-1)
         shape = shape or (1,)
-        result = data.new_empty((shape[0] * size, *shape[1:]))
+        result = data.new_empty((shape[0] * size, *shape[1:])) if out is None else out
         received = result.view(-1)
         if not movable:
             sent, received = sent.view(torch.uint8), received.view(torch.uint8)
@@ -198,8 +211,13 @@ def all_gather_into_tensor(data: torch.Tensor, group_info: Any, async_op: bool =
     return result
 
 
-def reduce_scatter_tensor(data: torch.Tensor, group_info: Any, async_op: bool = False, op: str = "sum") -> Any:
-    """Reduce ``data`` over the group and keep this rank's equal part of dim 0; ``op`` as for :func:`all_reduce`."""
+def reduce_scatter_tensor(
+    data: torch.Tensor, group_info: Any, async_op: bool = False, op: str = "sum", *, out: torch.Tensor | None = None
+) -> Any:
+    """Reduce ``data`` over the group and keep this rank's equal part of dim 0.
+
+    ``op`` as for :func:`all_reduce`, ``out`` as for :func:`all_gather_into_tensor`.
+    """
     facts = known_facts.get(id(group_info))
     if facts is None:
         group_info, facts = find_facts(group_info)
@@ -216,8 +234,14 @@ def reduce_scatter_tensor(data: torch.Tensor, group_info: Any, async_op: bool = 
             f"reduce_scatter_tensor {facts.where()}: shape {tuple(shape)} cannot be cut into {size} equal parts of "
             f"dim 0; pad dim 0 to a multiple of {size}"
         )
+    if out is not None:
+        check_out("reduce_scatter_tensor", out, (shape[0] // size, *shape[1:]), data, facts)
     if size == 1:
-        result = data.detach().clone(memory_format=torch.contiguous_format)
+        if out is None:
+            result = data.detach().clone(memory_format=torch.contiguous_format)
+        else:
+            result = out
+            out.detach().copy_(data)
         return (result, DONE) if async_op else result
     if connecting:
         groups.wait_until_connected(group_info)
@@ -225,7 +249,7 @@ def reduce_scatter_tensor(data: torch.Tensor, group_info: Any, async_op: bool = 
         notify_observers("reduce_scatter_tensor", group_info, data, async_op)
     if data.requires_grad or not data.is_contiguous():
         data = contiguous(data)
-    result = data.new_empty((shape[0] // size, *shape[1:]))
+    result = data.new_empty((shape[0] // size, *shape[1:])) if out is None else out
     if reduction.scatter_options is not None:
         if facts.ledger is not None:
             facts.ledger.enter("reduce_scatter_tensor", shape, data.dtype, op)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -190,4 +190,17 @@ def check_writable(function: str, data: torch.Tensor, facts: GroupFacts) -> None
         raise ValueError(
             f"{function} {facts.where()} writes into its tensor, but this one of shape {tuple(data.shape)} is "
             "expanded: several elements share memory; pass a .clone() of it"
+        )
+
+
+def check_out(function: str, out: torch.Tensor, shape: Sequence[int], data: torch.Tensor, facts: GroupFacts) -> None:
+    """Raise unless ``out`` is memory for a result of this shape."""
+    if not isinstance(out, torch.Tensor):
+        raise TypeError(f"{function} {facts.where()}: out must be a tensor, got a {type(out).__name__}")
+    is_like = out.dtype == data.dtype and out.device == data.device
+    if tuple(out.shape) != tuple(shape) or not is_like or not out.is_contiguous() or out.requires_grad:
+        raise ValueError(
+            f"{function} {facts.where()}: out must be contiguous, without a gradient, of shape {tuple(shape)} and "
+            f"{data.dtype} on {data.device}; got shape {tuple(out.shape)}, {out.dtype} on {out.device}, strides "
+            f"{out.stride()}, requires_grad={out.requires_grad}"
         )
