@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+import hyper_parallel as hp
 from hyper_parallel import (
     CommRecorder,
     DTensor,
@@ -431,3 +432,22 @@ def test_reading_attributes_communicates_nothing():
         repr(made), made.size(), made.numel(), made.nelement(), made.dim(), len(made), made.detach(), hash(made)
         made.is_contiguous(), made.stride(), made.element_size(), made.to_local(), copy.deepcopy(made), made * 2
     assert recorder.records == []
+
+
+@run_on_ranks(2)
+def test_other_data_of_a_computed_tensor_is_what_operators_see():
+    """Operators remember what they made of an input until it is written to; new data is a write that is not counted."""
+    mesh = hp.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    weight = hp.distribute_tensor(torch.ones(4, 2, dtype=torch.float64), mesh, [hp.Shard(0)]).requires_grad_()
+    leaf = hp.distribute_tensor(torch.ones(3, 2, dtype=torch.float64), mesh, [hp.Replicate()]).requires_grad_()
+    x = leaf * 2
+    assert torch.nn.functional.linear(x, weight).full_tensor()[0, 0] == 4
+    x.data = hp.distribute_tensor(torch.full((3, 2), 6.0, dtype=torch.float64), mesh, [hp.Replicate()])
+    assert torch.nn.functional.linear(x, weight).full_tensor()[0, 0] == 12
+    layer = torch.nn.Linear(2, 4, bias=False, dtype=torch.float64)
+    torch.nn.init.ones_(layer.weight)
+    layer = hp.parallelize_module(layer, mesh, hp.ColwiseParallel(output_layouts=hp.Replicate()))
+    plain = torch.ones(3, 2, dtype=torch.float64, requires_grad=True) * 2
+    assert layer(plain)[0, 0] == 4
+    plain.data = torch.full((3, 2), 6.0, dtype=torch.float64)
+    assert layer(plain)[0, 0] == 12

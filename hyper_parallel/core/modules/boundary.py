@@ -86,7 +86,7 @@ class Entry:
         memory = getattr(plain, _MEMORY, None)
         if memory is not None:
             remembered, version = memory.get(layout, (None, None))
-            if remembered is not None and version == _num_writes(plain):
+            if remembered is not None and version == _written(plain):
                 return remembered
         needs_grad = _platform.needs_grad(plain)
         if needs_grad and not self._is_checked and not layout.is_replicated:
@@ -103,7 +103,7 @@ class Entry:
         if memory is None:
             memory = {}
             setattr(plain, _MEMORY, memory)
-        memory[layout] = (wrapped, _num_writes(plain))
+        memory[layout] = (wrapped, _written(plain))
         return wrapped
 
     def _from_local(self, plain: Any, layout: Layout, shape: tuple[int, ...]) -> DTensor:
@@ -153,14 +153,15 @@ class Exit:
         return leave(value) if self.local and isinstance(value, DTensor) else value
 
 
-def _num_writes(plain: Any) -> int:
-    """How often a tensor was written to, where the framework counts it."""
-    return getattr(plain, "_version", 0)
+def _written(plain: Any) -> tuple[int, int]:
+    """What changes when a tensor is written to, or given other memory, where the framework counts writes."""
+    version = getattr(plain, "_version", None)
+    return (0, 0) if version is None else (version, plain.data_ptr())
 
 
 def leave(value: DTensor) -> Any:
     """This rank's block as a plain tensor that remembers what it was."""
     plain = value.to_local()
     if _platform.needs_grad(plain) and not value.is_leaf:
-        setattr(plain, _MEMORY, {value._layout: (value, _num_writes(plain))})
+        setattr(plain, _MEMORY, {value._layout: (value, _written(plain))})
     return plain

@@ -145,6 +145,8 @@ class DTensorBase(LawfulGradients, torch.Tensor):
             torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
         self._layout = value._layout
         self._global_shape = value._global_shape
+        for remembered in ("_edges", "_gathered_from"):  # made of the old values, which no counter tells
+            self.__dict__.pop(remembered, None)
 
     def set_(self, source: Any = None, *rest: Any, **given: Any) -> Any:  # type: ignore[override]
         """The memory of another distributed tensor, and its layout; PyTorch does not intercept this one."""
