@@ -101,27 +101,27 @@ def _frames():
 
 def fuzz_frames(num, folder):
     """A connection for each input, read by the thread of a transport."""
-    transport = HostTransport(0, 1, "127.0.0.1", free_port(), "world", LONG)
+    receiver = HostTransport(0, 1, "127.0.0.1", free_port(), "world", LONG)
     process = ProcessIdentity.current()
 
     def read(data):
         ours, theirs = socket.socketpair()
         peer = transport._Peer(1, ours, process, "here", threading.Lock())
         with ours:
-            transport._selector.register(ours, 1, peer)
+            receiver._selector.register(ours, 1, peer)
             with theirs:
                 theirs.settimeout(LONG)
                 with contextlib.suppress(OSError):
                     theirs.sendall(data)
-            with transport._news:
-                assert transport._news.wait_for(lambda: peer.gone is not None, 5.0), "the reader hangs"
-                transport._arrived.clear()
-        assert transport._reader.is_alive()
+            with receiver._news:
+                assert receiver._news.wait_for(lambda: peer.gone is not None, 5.0), "the reader hangs"
+                receiver._arrived.clear()
+        assert receiver._reader.is_alive()
         if "sent" in peer.gone:
             raise ValueError(peer.gone)
 
     counts = try_all(damaged_bytes(_frames(), num), read, (ValueError,), folder, _LIMIT)
-    transport.close()
+    receiver.close()
     return counts
 
 
