@@ -43,13 +43,13 @@ def read_object_bombs() -> list[str]:
     }
     problems = []
     for name, value in bombs.items():
-        start = time.monotonic()
+        start = time.process_time()
         try:
             decode_object(json.dumps(value).encode() + b"\0" + blob, "json", "x")
             problems.append(f"{name}: taken")
         except CorruptCheckpointError:
             pass
-        if (took := time.monotonic() - start) > 1:
+        if (took := time.process_time() - start) > 1:
             problems.append(f"{name}: {took:.1f} s")
     for name, text in {"deep": b"[" * 500_000, "twice": b'{"a":1,"a":2}', "not a number": b"NaN", "empty": b""}.items():
         try:

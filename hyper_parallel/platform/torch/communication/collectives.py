@@ -97,6 +97,10 @@ def _announce_barrier(group: dist.ProcessGroup) -> None:
 groups.before_barrier.append(_announce_barrier)
 
 
+def _copied(data: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    return data.detach().clone(memory_format=torch.contiguous_format) if out is None else out.copy_(data.detach())
+
+
 # ---------------------------------------------------------------- collectives
 
 
@@ -180,12 +184,8 @@ def all_gather_into_tensor(
         rows = shape or (1,)
         check_out("all_gather_into_tensor", out, (rows[0] * size, *rows[1:]), data, facts)
     if size == 1:
-        if out is None:
-            result = data.detach().clone(memory_format=torch.contiguous_format)
-            result = result if shape else result.reshape(1)
-        else:
-            result = out
-            out.detach().copy_(data)
+        result = _copied(data, out)
+        result = result if shape or out is not None else result.reshape(1)
         return (result, DONE) if async_op else result
     if connecting:
         groups.wait_until_connected(group_info)
@@ -237,11 +237,7 @@ def reduce_scatter_tensor(
     if out is not None:
         check_out("reduce_scatter_tensor", out, (shape[0] // size, *shape[1:]), data, facts)
     if size == 1:
-        if out is None:
-            result = data.detach().clone(memory_format=torch.contiguous_format)
-        else:
-            result = out
-            out.detach().copy_(data)
+        result = _copied(data, out)
         return (result, DONE) if async_op else result
     if connecting:
         groups.wait_until_connected(group_info)
