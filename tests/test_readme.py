@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("docs/*.md"))]
 
 # Commands that would run these tests again, or that .ci/run or test_demo.py runs: here make only has to know them.
-_RUN_ELSEWHERE = ("make test", "make demo", "make lint", "make bench", ".ci/run", ".venv/bin/pytest")
+_RUN_ELSEWHERE = ("make test", "make sweep", "make demo", "make lint", "make bench", ".ci/run", ".venv/bin/pytest")
 
 
 def _blocks(language):
