@@ -6,9 +6,11 @@ rank, and the smallest of all rounds. Everybody fsyncs its files: we do, torch d
 writing. Before each save the disk has finished what was written before. Loading is from files in the page cache for
 all. *Stall* is how long ``async_save`` keeps its caller; torch's gets a process group of its own, without which its
 thread would mix up its messages with those of the program. Its peer is the bare copy of the bytes to memory that is
-there already, as ours is from the second save on; so the first round does not count. Torch copies to new memory, and
-is quick in rounds in which the allocator has some at hand from before, so the median is shown too. Memory is the
-largest growth of a rank's resident set while it saves or loads. Planning is measured for 1,024 simulated ranks.
+there already, as ours is from the second save on; so the first round does not count. It is measured once more with no
+more ranks than processors: what ranks say to each other before they copy, 2 ms of a processor for each, takes longer
+where they wait for processors. Torch copies to new memory, and is quick in rounds in which the allocator has some at
+hand from before, so the median is shown too. Memory is the largest growth of a rank's resident set while it saves or
+loads. Planning is measured for 1,024 simulated ranks.
 
     python -m benchmarks.checkpoint [--quick] [--rounds N] [--only small|large] [--directory DIR]
 """
@@ -47,13 +49,13 @@ STATES = {SMALL: (2000, (64, 64)), LARGE: (32, (2048, 4096))}
 QUICK_STATES = {SMALL: (200, (64, 64)), LARGE: (4, (1024, 2048))}
 LIBRARIES = ("ours", "torch", "raw")
 SAVE, LOAD, RESHARD = "save", "load", "load, other layout"
-STALL = "async save, stall"
+STALL, OWN_STALL = "async save, stall", "stall, a processor each"
 # The largest ratio to the time of torch, or of the bare copy, that is wanted; None: shown only.
 TARGETS = {
-    SMALL: {SAVE: 0.1, LOAD: 0.1, RESHARD: 0.1, STALL: None},
-    LARGE: {SAVE: 1.0, LOAD: 1.0, RESHARD: 0.7, STALL: 1.1},
+    SMALL: {SAVE: 0.1, LOAD: 0.1, RESHARD: 0.1, STALL: None, OWN_STALL: None},
+    LARGE: {SAVE: 1.0, LOAD: 1.0, RESHARD: 0.7, STALL: None, OWN_STALL: 1.1},
 }
-PEERS = {SAVE: "torch", LOAD: "torch", RESHARD: "torch", STALL: "raw"}
+PEERS = {SAVE: "torch", LOAD: "torch", RESHARD: "torch", STALL: "raw", OWN_STALL: "raw"}
 PLANNING_SECONDS = 1.0
 # Of each way to save and to load. Large states are at the mercy of the disk, and quick to save, so they get more.
 ROUNDS = {SMALL: 3, LARGE: 9}
@@ -63,7 +65,7 @@ ROUNDS = {SMALL: 3, LARGE: 9}
 
 
 def our_state(count: int, shape: tuple[int, ...], dim: int, fill: bool) -> dict[str, Any]:
-    mesh = ours.init_device_mesh("cpu", (NUM_RANKS,))
+    mesh = ours.init_device_mesh("cpu", (dist.get_world_size(),))
     return {
         f"layer.{i}.weight": ours.DTensor.from_local(local(shape, dim, fill), mesh, [ours.Shard(dim)])
         for i in range(count)
@@ -71,7 +73,7 @@ def our_state(count: int, shape: tuple[int, ...], dim: int, fill: bool) -> dict[
 
 
 def their_state(count: int, shape: tuple[int, ...], dim: int, fill: bool) -> dict[str, Any]:
-    mesh = theirs.init_device_mesh("cpu", (NUM_RANKS,))
+    mesh = theirs.init_device_mesh("cpu", (dist.get_world_size(),))
     return {
         f"layer.{i}.weight": theirs.DTensor.from_local(
             local(shape, dim, fill), mesh, [theirs.Shard(dim)], run_check=False
@@ -85,7 +87,7 @@ def bare_state(count: int, shape: tuple[int, ...], dim: int, fill: bool) -> list
 
 
 def local(shape: tuple[int, ...], dim: int, fill: bool) -> torch.Tensor:
-    sizes = [size // NUM_RANKS if d == dim else size for d, size in enumerate(shape)]
+    sizes = [size // dist.get_world_size() if d == dim else size for d, size in enumerate(shape)]
     return torch.rand(sizes) if fill else torch.zeros(sizes)
 
 
@@ -174,83 +176,100 @@ def settle() -> None:
     dist.barrier()
 
 
-def run(rank: int, port: int, states: dict[str, Any], rounds: int | None, directory: str, answers: Any) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(NUM_RANKS), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+def run(
+    rank: int, num_ranks: int, port: int, states: dict[str, Any], rounds: int | None, directory: str, answers: Any
+) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     ours.get_platform().init_process_group()
     measured = Measured()
     for label, (count, shape) in states.items():
-        measure_state(label, count, shape, rounds or ROUNDS[label], Path(directory), measured)
+        measure = measure_state if num_ranks == NUM_RANKS else measure_stalls
+        measure(label, count, shape, rounds or ROUNDS[label], Path(directory), measured)
     if rank == 0:
         answers.put((measured.seconds, measured.growth))
     dist.barrier()
     dist.destroy_process_group()
 
 
+MAKE = {"ours": our_state, "torch": their_state, "raw": bare_state}
+
+
+def place(directory: Path, library: str, number: int) -> Path:
+    path = directory / f"{library}-{number}"
+    if library == "raw":
+        path.mkdir(exist_ok=True)
+    return path
+
+
+def remove(path: Path) -> None:
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(path)
+    settle()
+
+
+def measure_stalls(
+    label: str, count: int, shape: tuple[int, ...], rounds: int, directory: Path, measured: Measured
+) -> None:
+    what = STALL if dist.get_world_size() == NUM_RANKS else OWN_STALL
+    group = dist.new_group(backend="gloo")
+    begin_save = {
+        "ours": lambda state, path: checkpoint.async_save(state, checkpoint_id=path),
+        "torch": lambda state, path: dcp.async_save(state, checkpoint_id=path, process_group=group),
+        "raw": lambda state, path: bare_copy(copies, state),
+    }
+    states: dict[str, Any] = {library: MAKE[library](count, shape, 0, True) for library in ("ours", "torch")}
+    states["raw"] = [
+        tensor.to_local() for tensor in states["ours"].values()
+    ]  # the same memory: not all is equally near
+    copies = bare_state(count, shape, 0, True)
+    for number in range(rounds + 1):
+        for library in in_turn(number):
+            path = place(directory, library, number)
+            settle()
+            handle = measured.run(
+                (label, what, library), lambda s=states[library], p=path, f=begin_save[library]: f(s, p)
+            )
+            if library != "raw":
+                handle.result()
+            del handle
+            remove(path)
+
+
 def measure_state(
     label: str, count: int, shape: tuple[int, ...], rounds: int, directory: Path, measured: Measured
 ) -> None:
-    def place(library: str, number: int) -> Path:
-        path = directory / f"{library}-{number}"
-        if library == "raw":
-            path.mkdir(exist_ok=True)
-        return path
-
-    def remove(library: str, number: int) -> None:
-        dist.barrier()
-        if dist.get_rank() == 0:
-            shutil.rmtree(place(library, number))
-        settle()
-
-    groups = {"torch": dist.new_group(backend="gloo")}
     save = {
         "ours": lambda state, path: checkpoint.save(state, checkpoint_id=path),
         "torch": lambda state, path: dcp.save(state, checkpoint_id=path),
         "raw": lambda state, path: raw_write(path, state),
-    }
-    begin_save = {
-        "ours": lambda state, path: checkpoint.async_save(state, checkpoint_id=path),
-        "torch": lambda state, path: dcp.async_save(state, checkpoint_id=path, process_group=groups["torch"]),
-        "raw": lambda state, path: bare_copy(copies["raw"], state),
     }
     load = {
         "ours": lambda state, path: checkpoint.load(state, checkpoint_id=path),
         "torch": lambda state, path: dcp.load(state, checkpoint_id=path),
         "raw": lambda state, path: raw_read(path, state),
     }
-    make = {"ours": our_state, "torch": their_state, "raw": bare_state}
-
-    states = {library: make[library](count, shape, 0, True) for library in LIBRARIES}
-    copies = {"raw": bare_state(count, shape, 0, True)}
+    states = {library: MAKE[library](count, shape, 0, True) for library in LIBRARIES}
     for number in range(rounds):
         for library in in_turn(number):
-            path = place(library, number)
+            path = place(directory, library, number)
             settle()
             measured.run((label, SAVE, library), lambda s=states[library], p=path, f=save[library]: f(s, p))
             if number < rounds - 1:
-                remove(library, number)
-    for number in range(rounds, 2 * rounds + 1):
-        for library in in_turn(number):
-            path = place(library, number)
-            settle()
-            handle = measured.run(
-                (label, STALL, library), lambda s=states[library], p=path, f=begin_save[library]: f(s, p)
-            )
-            if library != "raw":
-                handle.result()
-            del handle
-            remove(library, number)
+                remove(path)
     del states
     for number in range(rounds):
         for what, dim in ((LOAD, 0), (RESHARD, 1)):
             for library in in_turn(number):
-                state: Any = make[library](count, shape, dim, False)
-                path = place(library, rounds - 1)
+                state: Any = MAKE[library](count, shape, dim, False)
+                path = place(directory, library, rounds - 1)
                 measured.run((label, what, library), lambda s=state, p=path, f=load[library]: f(s, p))
                 del state
     for library in LIBRARIES:
-        remove(library, rounds - 1)
+        remove(place(directory, library, rounds - 1))
+    measure_stalls(label, count, shape, rounds, directory, measured)
 
 
 def time_planning(num_ranks: int = 1024, num_tensors: int = 5000) -> float:
@@ -281,7 +300,12 @@ def report(seconds: dict[Any, list[float]], growth: dict[Any, int], labels: list
     console = Console(width=None if sys.stdout.isatty() else 130)
     table = Table("state", "what", "ours, s", "torch, s", "raw, s", "ratio", "to", "at most", "reached")
     memory = Table("state", "what", "our memory", "torch memory", "reached")
-    firsts = {(label, library): seconds[label, STALL, library].pop(0) for label in labels for library in LIBRARIES}
+    firsts = {
+        (label, what, library): seconds[label, what, library].pop(0)
+        for label in labels
+        for what in (STALL, OWN_STALL)
+        for library in LIBRARIES
+    }
     for label in labels:
         for what, target in TARGETS[label].items():
             least = {library: min(seconds[label, what, library]) for library in LIBRARIES}
@@ -290,19 +314,21 @@ def report(seconds: dict[Any, list[float]], growth: dict[Any, int], labels: list
             table.add_row(label, what, *cells, "" if target is None else f"{target}", yes(ratio, target))
             if label == LARGE:
                 used = [round(growth[label, what, library] / 2**20) for library in ("ours", "torch")]
-                memory.add_row(label, what, *(f"{size} MiB" for size in used), "" if what == STALL else yes(*used))
+                memory.add_row(
+                    label, what, *(f"{size} MiB" for size in used), "" if what in (STALL, OWN_STALL) else yes(*used)
+                )
     console.print(table)
     if LARGE in labels:
         console.print(memory)
     for label in labels:
-        for what in (SAVE, STALL):
+        for what in (SAVE, STALL, OWN_STALL):
             spread = "; ".join(
                 f"{library} {min(times):.3f}, {statistics.median(times):.3f}, {max(times):.3f} s"
                 for library in LIBRARIES
                 for times in [seconds[label, what, library]]
             )
             console.print(f"{label}, {what}, least, median and most of all rounds: {spread}")
-        console.print(f"{label}: our first stall, with the start of writers: {firsts[label, 'ours']:.2f} s")
+        console.print(f"{label}: our first stall, with the start of writers: {firsts[label, STALL, 'ours']:.2f} s")
     planning = time_planning()  # once: a second time would find its answers remembered
     console.print(
         f"planning for 1,024 ranks and 5,000 tensors: {planning:.2f} s on one rank (at most {PLANNING_SECONDS:g}: "
@@ -312,6 +338,23 @@ def report(seconds: dict[Any, list[float]], growth: dict[Any, int], labels: list
 
 def yes(found: float, target: float | None) -> str:
     return "" if target is None else "yes" if found <= target else "no"
+
+
+def measure_world(num_ranks: int, states: dict[str, Any], options: argparse.Namespace) -> tuple[Any, Any]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with tempfile.TemporaryDirectory(dir=options.directory) as directory:
+        context = mp.get_context("spawn")
+        answers = context.SimpleQueue()
+        arguments = (num_ranks, port, states, options.rounds, directory, answers)
+        processes = mp.spawn(run, args=arguments, nprocs=num_ranks, join=False)
+        while not processes.join(timeout=0.1):
+            if not answers.empty():
+                break
+        found = answers.get()
+        processes.join()
+    return found
 
 
 def main() -> int:
@@ -325,19 +368,9 @@ def main() -> int:
     if options.only:
         label = {"small": SMALL, "large": LARGE}[options.only]
         states = {label: states[label]}
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with tempfile.TemporaryDirectory(dir=options.directory) as directory:
-        context = mp.get_context("spawn")
-        answers = context.SimpleQueue()
-        arguments = (port, states, options.rounds, directory, answers)
-        processes = mp.spawn(run, args=arguments, nprocs=NUM_RANKS, join=False)
-        while not processes.join(timeout=0.1):
-            if not answers.empty():
-                break
-        seconds, growth = answers.get()
-        processes.join()
+    seconds, growth = measure_world(NUM_RANKS, states, options)
+    own_seconds, own_growth = measure_world(min(NUM_RANKS - 1, len(os.sched_getaffinity(0))), states, options)
+    seconds, growth = seconds | own_seconds, growth | own_growth
     report(seconds, growth, list(states))
     return 0
 
