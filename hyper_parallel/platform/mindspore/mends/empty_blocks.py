@@ -7,7 +7,8 @@ and its result is whatever was in memory before::
         return Tensor(np.zeros(shape, np.float32))
 
 
-    used = (empty(1000) + 7).asnumpy()
+    used = [empty(1000) + 7 for _ in range(20)]
+    del used
     mint.matmul(empty(1, 0), empty(0, 1000))  # [[0, 7, 7, ...]]
 
 Note [Sums over nothing]
