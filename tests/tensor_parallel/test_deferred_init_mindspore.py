@@ -19,7 +19,7 @@ import hyper_parallel as hp
 from hyper_parallel import ColwiseParallel, Replicate, RowwiseParallel, SequenceParallel, Shard
 from hyper_parallel.core.dtensor.random import random_values
 from hyper_parallel.core.dtensor.random.random_state import Draw
-from hyper_parallel.core.dtensor.random.random_stream import Region
+from hyper_parallel.core.dtensor.random.random_stream import GlobalRegion
 from hyper_parallel.platform import get_platform
 from tests.world import run_on_ranks
 
@@ -95,7 +95,7 @@ def _materialized(cell: nn.Cell) -> nn.Cell:
 
 
 def _by_index(number: int, shape: tuple[int, ...], limit: float) -> np.ndarray:
-    return random_values.uniform(Draw(SEED, number), Region(shape), -limit, limit)
+    return random_values.uniform(Draw(SEED, number), GlobalRegion(shape), -limit, limit)
 
 
 def _cuts(world_size: int, cell: nn.Cell) -> Any:
@@ -244,8 +244,8 @@ def test_an_own_init_and_what_nobody_fills():
     hp.manual_seed(SEED)
     filled = hp.materialize(_deferred(Unfilled), init=lambda cell: cell.weight.normal_(0.0, 2.0)).weight
     assert not isinstance(filled, hp.DTensor) and isinstance(filled, Parameter) and filled.name == "weight"
-    assert np.array_equal(filled.asnumpy(), random_values.normal(Draw(SEED, 0), Region((6,)), 0.0, 2.0))
-    between = random_values.uniform(Draw(SEED, 0), Region((6,)), 2.0, 3.0)
+    assert np.array_equal(filled.asnumpy(), random_values.normal(Draw(SEED, 0), GlobalRegion((6,)), 0.0, 2.0))
+    between = random_values.uniform(Draw(SEED, 0), GlobalRegion((6,)), 2.0, 3.0)
     assert np.array_equal(_materialized(_deferred(Reset)).weight.asnumpy(), between)
 
     plain = nn.Dense(2, 2)
