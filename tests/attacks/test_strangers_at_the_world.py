@@ -83,14 +83,14 @@ def test_a_stranger_without_the_secret_does_not_become_a_rank(port, tmp_path, se
 
     def attack():
         await_listener()
-        with contextlib.suppress(TimeoutError), contextlib.closing(join(1, 2, port, 1.0, secret)) as stranger:
+        with contextlib.suppress(TimeoutError), contextlib.closing(join(1, 2, port, 3.0, secret)) as stranger:
             gadget = np.frombuffer(pickle.dumps(Gadget(tmp_path / "was here")), np.uint8)
             HostGroup(stranger, range(2), "group").start_gather("all_gather_object", gadget)
             return "got in"
         return "stayed outside"
 
     def gather_objects():
-        with contextlib.closing(join(0, 2, port, 1.5)) as rank_0:
+        with contextlib.closing(join(0, 2, port, 5.0)) as rank_0:
             mine = np.frombuffer(pickle.dumps("mine"), np.uint8)
             came = HostGroup(rank_0, range(2), "group").start_gather("all_gather_object", mine)()
             return [pickle.loads(part) for part in came]
@@ -115,7 +115,7 @@ def test_a_stranger_without_the_secret_does_not_become_a_rank(port, tmp_path, se
 def test_a_rank_with_another_secret_is_told(port, capfd):
     def rank_0():
         with pytest.raises(TimeoutError, match="HYPER_PARALLEL_SECRET"):
-            join(0, 2, port, 1.5)
+            join(0, 2, port, 5.0)
 
     with ThreadPoolExecutor(1) as pool:
         hosting = pool.submit(rank_0)
@@ -125,7 +125,7 @@ def test_a_rank_with_another_secret_is_told(port, capfd):
             match=r"rank 1 found no rank 0 .* rank 1 looks for rank 0, and whoever listens at 127.0.0.1:\d+ knows the "
             "name, but refused this caller; is HYPER_PARALLEL_SECRET the same on all ranks",
         ):
-            join(1, 2, port, 1.0, b"not the secret")
+            join(1, 2, port, 3.0, b"not the secret")
         hosting.result()
     said = capfd.readouterr().err.splitlines()
     assert len([line for line in said if line.startswith("hyper_parallel: rank 1 looks for rank 0")]) == 1
