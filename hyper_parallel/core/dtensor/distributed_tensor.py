@@ -191,10 +191,7 @@ class DTensor(_platform.DTensorBase):  # type: ignore[name-defined]
                 and mesh == self.device_mesh
                 and not (self._layout.has_partial or target.has_partial)
             ):
-                moved._gathered_from = (
-                    tensor,
-                    moved._version,
-                )  # for the operators; see input_edges.py
+                moved._gathered_from = (tensor, moved._version)  # for the operators: input_edges.py
             return moved
         pending = _platform.as_dtensor(PendingDTensor, block, target, self._global_shape)
         pending._handle = in_flight[0]

@@ -21,7 +21,7 @@ from hyper_parallel.platform.torch.communication.group_facts import (
     make_options,
 )
 from hyper_parallel.platform.torch.communication.groups import DONE
-from hyper_parallel.platform.torch.communication.lost_ranks import Handle, completed
+from hyper_parallel.platform.torch.communication.lost_ranks import Handle
 from hyper_parallel.platform.torch.communication.rank_agreement import COMPARES_RANKS, compare_ranks
 
 __all__ = ["all_gather_into_tensors", "reduce_scatter_tensors"]
@@ -136,5 +136,5 @@ def _given(results: list[torch.Tensor], work: Any, async_op: bool) -> Any:
     handle = work if isinstance(work, _AllHandles) else Handle(work)
     if async_op:
         return results, handle
-    handle.wait() if isinstance(work, _AllHandles) else completed(work)
+    handle.wait()
     return results
