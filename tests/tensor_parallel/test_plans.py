@@ -17,7 +17,7 @@ only_on = "torch"  # PyTorch's transformers; cells: test_mindspore_models.py
 
 
 def _mesh():
-    return hp.init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("tp",))
+    return hp.init_device_mesh("cpu", (hp.get_platform().get_world_size(),), mesh_dim_names=("tp",))
 
 
 class UnknownBlock(nn.Module):
@@ -345,9 +345,9 @@ def test_what_a_model_draws_for_itself_is_the_same_on_every_rank():
     model = _StochasticModel()
     hp.parallelize_module(model, _mesh(), hp.plans.for_model(model))
     hp.manual_seed(1)
-    torch.manual_seed(torch.distributed.get_rank())
+    torch.manual_seed(hp.get_platform().get_rank())
     expected = torch.rand(6)
-    torch.manual_seed(torch.distributed.get_rank())
+    torch.manual_seed(hp.get_platform().get_rank())
     drawn = [torch.rand(3)]
     x = torch.ones(8, 4, requires_grad=True)
     first, second = model(x), model(x)
@@ -363,6 +363,6 @@ def test_what_a_model_draws_for_itself_is_the_same_on_every_rank():
     (of_repeated,) = torch.autograd.grad(repeated.sum(), x)
     for value in (first, second, gradient):
         both = [None] * 2
-        torch.distributed.all_gather_object(both, value.detach())
+        hp.get_platform().all_gather_object(both, value.detach())
         assert torch.equal(*both)
     assert torch.equal(repeated, first) and torch.equal(of_repeated, gradient)

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.shared.membership import belongs_to_rank
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,14 @@ class _Asking(threading.local):
 
 _asking = _Asking()
 _num_recording = 0
+
+
+def _set_num_recording(number: int) -> None:
+    global _num_recording
+    _num_recording = number
+
+
+belongs_to_rank(lambda: _num_recording, _set_num_recording)
 
 
 def is_recording() -> bool:

@@ -30,6 +30,7 @@ from hyper_parallel.core.dtensor.mesh_description import (
 )
 from hyper_parallel.core.dtensor.rank_grid import Axes, Axis, RankGrid
 from hyper_parallel.platform import EXISTING_COMM_GROUPS, get_platform
+from hyper_parallel.platform.shared.membership import current_member
 
 
 class DeviceMesh(RankGrid):
@@ -51,6 +52,7 @@ class DeviceMesh(RankGrid):
     _parent_root: DeviceMesh | None  # None: this is a root
     _blocks: Ranks  # see mesh_families.py
     _flattened: dict[str, Ranks]  # of a root: the families of the flattened axes, by name
+    _member: int | None  # the member that built it, see Note [Members] in platform/shared/membership.py
     _hash: int
     _submeshes: dict[tuple[Any, int], DeviceMesh]
 
@@ -91,12 +93,15 @@ class DeviceMesh(RankGrid):
         blocks: Ranks,
     ) -> None:
         self._fill_grid(ranks, names, rank)
+        member = current_member()
+        generation = None if member is None else member.generation
         vars(self).update(
             _device_type=device_type,
             _parent_root=root,
             _blocks=blocks,
             _flattened={},
-            _hash=hash((device_type, self._shape, names, self._rank_list)),
+            _member=generation,
+            _hash=hash((device_type, self._shape, names, self._rank_list, rank, generation)),
             _submeshes={},
         )
 
@@ -124,6 +129,12 @@ class DeviceMesh(RankGrid):
         """
         line = self.line(self._only_axis("get_group") if axis is None else axis)
         platform = get_platform()
+        member = current_member()
+        if self._member != (None if member is None else member.generation):
+            raise RuntimeError(
+                f"{self} was built by another rank of this process, or outside of its ranks, and is used on rank "
+                f"{platform.get_rank()}; build the mesh in the function that runs on the ranks"
+            )
         if self._rank is not None and self._rank != platform.get_rank():
             raise RuntimeError(
                 f"{self} describes what rank {self._rank} sees; rank {platform.get_rank()} has no group of it"
@@ -254,6 +265,7 @@ class DeviceMesh(RankGrid):
             and self._names == other._names
             and self._device_type == other._device_type
             and self._rank == other._rank
+            and self._member == other._member
         )
 
     def __hash__(self) -> int:

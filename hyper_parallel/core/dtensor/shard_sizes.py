@@ -17,11 +17,13 @@ from hyper_parallel.core.dtensor.comm_recorder import attributed
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.shared.membership import list_belongs_to_rank
 
 _MAX_DIMS = 16
 _MAX_IN_FLIGHT = 32
 
 _checks: list[tuple[Any, Any, Layout]] = []  # (sizes, handle, layout) in flight
+list_belongs_to_rank(_checks)
 
 
 def check_later(local_tensor: Any, layout: Layout) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from hyper_parallel.platform.shared.membership import list_belongs_to_rank
+
 
 @dataclass(frozen=True)
 class CollectiveCall:
@@ -20,6 +22,7 @@ class CollectiveCall:
 
 
 observers: list[Callable[[CollectiveCall], None]] = []
+list_belongs_to_rank(observers)
 
 
 def notify_observers(op: str, group: Any, data: Any, async_op: bool) -> None:

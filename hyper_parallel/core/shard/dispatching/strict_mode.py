@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from hyper_parallel.platform.checks.call_site import call_site
+from hyper_parallel.platform.shared.membership import belongs_to_rank
 
 
 class _Strict(threading.local):
@@ -20,6 +21,14 @@ class _Strict(threading.local):
 
 _strict = _Strict()
 gathered_ops: Counter[str] = Counter()  # how often each operator ran by gathering in this process
+
+
+def _set_gathered_ops(saved: Counter[str]) -> None:
+    gathered_ops.clear()
+    gathered_ops.update(saved)
+
+
+belongs_to_rank(gathered_ops.copy, _set_gathered_ops)
 
 
 @contextmanager

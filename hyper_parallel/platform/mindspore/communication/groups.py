@@ -17,6 +17,7 @@ from typing import Any
 from hyper_parallel.platform.checks.group_checks import DONE, check_members, global_rank_of, part_of_split
 from hyper_parallel.platform.mindspore.communication import transports
 from hyper_parallel.platform.platform import EXISTING_COMM_GROUPS
+from hyper_parallel.platform.shared.membership import Member
 
 __all__ = [
     "ProcessGroup",
@@ -30,7 +31,9 @@ __all__ = [
     "get_world_size",
     "init_process_group",
     "make_group",
+    "meeting_group_maker",
     "on_leaving",
+    "silent_group",
     "split_group",
     "world_generation",
 ]
@@ -257,6 +260,18 @@ def barrier(group: Any = None, async_op: bool = False, device_ids: Sequence[int]
 
 
 # ---------------------------------------------------------------- making groups
+
+
+def silent_group(member: Member, ranks: tuple[int, ...]) -> ProcessGroup:
+    """A group of a world in which nobody else is."""
+    return ProcessGroup(ranks, member.rank, f"silent/{member.generation}/{'-'.join(map(str, ranks))}", None)
+
+
+def meeting_group_maker(meeting: Any) -> Callable[[Member, tuple[int, ...]], Any]:
+    raise RuntimeError(
+        "ranks cannot be threads on MindSpore: its record of operators for backward is one per process, so two ranks "
+        "would write into the same one; run them as processes, with msrun or torchrun"
+    )
 
 
 def make_group(rank_list: Sequence[int]) -> ProcessGroup:

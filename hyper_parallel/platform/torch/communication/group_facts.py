@@ -22,6 +22,7 @@ from hyper_parallel.platform.torch.communication.carried_reductions import (
 )
 from hyper_parallel.platform.torch.communication.ledgers import Ledger, open_ledger
 from hyper_parallel.platform.torch.communication.lost_ranks import completed, introduce
+from hyper_parallel.platform.torch.communication.pretend_groups import PretendGroup
 
 
 class PendingResult:
@@ -58,7 +59,7 @@ class GroupFacts:
         self.size: int = group.size()
         self.rank: int = group.rank()
         try:
-            self.ranks = dist.get_process_group_ranks(group)
+            self.ranks = groups.get_process_group_ranks(group)
         except KeyError:
             raise ValueError(
                 f"torch.distributed does not know this group of {self.size} ranks: it was destroyed, or made without "
@@ -110,9 +111,12 @@ def find_facts(group_info: Any) -> tuple[dist.ProcessGroup, GroupFacts]:
     facts = known_facts.get(key)
     if facts is None:
         facts = known_facts[key] = GroupFacts(group)
-        introduce()
-        if facts.size > 1 and "gloo" in facts.backends.values():
-            facts.ledger = open_ledger(group, facts.ranks)
+        if isinstance(group, PretendGroup):
+            facts.ledger = group.ledger
+        else:
+            introduce()
+            if facts.size > 1 and "gloo" in facts.backends.values():
+                facts.ledger = open_ledger(group, facts.ranks)
         weakref.finalize(group, known_facts.pop, key, None).atexit = False
     return group, facts
 

@@ -24,6 +24,7 @@ from hyper_parallel.platform.torch.communication.group_facts import (
 )
 from hyper_parallel.platform.torch.communication.groups import connecting
 from hyper_parallel.platform.torch.communication.lost_ranks import Handle, named, naming_lost_ranks
+from hyper_parallel.platform.torch.communication.pretend_groups import PretendGroup, unpickled
 from hyper_parallel.platform.torch.communication.rank_agreement import COMPARES_RANKS, compare_calls
 
 __all__ = ["all_gather_object", "irecv", "isend", "recv_object_list", "send_object_list"]
@@ -111,6 +112,9 @@ def send_object_list(obj_list: list[Any], dst: int | None = None, group: Any = N
 
 
 def _send_pickled(pickled: list[bytes], place: int, group: dist.ProcessGroup, facts: GroupFacts) -> None:
+    if isinstance(group, PretendGroup):
+        group.send_objects(pickled, place)
+        return
     device = _object_device(facts)
     sizes = torch.tensor([len(one) for one in pickled], dtype=torch.int64, device=device)
     whole = torch.frombuffer(bytearray().join(pickled), dtype=torch.uint8).to(device)
@@ -143,6 +147,10 @@ def recv_object_list(obj_list: list[Any], src: int | None = None, group: Any = N
 
 
 def _receive_objects(obj_list: list[Any], src: int | None, group: dist.ProcessGroup, facts: GroupFacts) -> int:
+    if isinstance(group, PretendGroup):
+        found, pickled = group.receive_objects(len(obj_list), None if src is None else facts.places[src])
+        obj_list[:] = unpickled(pickled)
+        return facts.ranks[found]
     device = _object_device(facts)
     sizes = torch.empty(len(obj_list), dtype=torch.int64, device=device)
     with naming_lost_ranks():
@@ -173,9 +181,12 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> No
     parts: list[Any] = [None] * facts.size
     if facts.ledger is not None:
         facts.ledger.enter("all_gather_object")
-    with naming_lost_ranks():
-        dist.all_gather_object(parts, pickled, group=group)
-    object_list[:] = [pickle.loads(part) for part in parts]
+    if isinstance(group, PretendGroup):
+        parts = group.gather_objects(pickled)
+    else:
+        with naming_lost_ranks():
+            dist.all_gather_object(parts, pickled, group=group)
+    object_list[:] = unpickled(parts)
 
 
 def _object_device(facts: GroupFacts) -> torch.device:

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from hyper_parallel.platform.host import safetensors_file
 from hyper_parallel.platform.shared.framework_of import kind_of
 from hyper_parallel.platform.shared.state_options import read_options
+from hyper_parallel.platform.torch.communication import groups
 
 __all__ = ["get_model_state_dict", "load_checkpoint", "save_checkpoint"]
 
@@ -50,7 +50,7 @@ def get_model_state_dict(model: nn.Module, *, options: Any = None) -> dict[str, 
     if full_state_dict:
         state = {name: _whole(value) for name, value in state.items()}
     if cpu_offload:
-        if full_state_dict and dist.is_initialized() and dist.get_rank() != 0:
+        if full_state_dict and groups.get_rank() != 0:
             return {}
         state = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
     return state
