@@ -25,6 +25,12 @@ _interned: weakref.WeakValueDictionary[tuple[Any, ...], Layout] = weakref.WeakVa
 _intern_lock = threading.Lock()
 
 
+def layouts_alive() -> list[Layout]:
+    """All layouts that somebody holds."""
+    with _intern_lock:
+        return list(_interned.values())
+
+
 def chunk_interval(size: int, parts: int, index: int) -> tuple[int, int]:
     """Start and length of block ``index`` when ``size`` elements are cut in ``parts``: the one rule of the library.
 

@@ -21,7 +21,7 @@ from hyper_parallel.platform.checks.call_site import call_site
 from hyper_parallel.platform.checks.collective_checks import disagreement_text
 from hyper_parallel.platform.checks.group_checks import DONE
 from hyper_parallel.platform.pretend.meeting import MeetingPlace
-from hyper_parallel.platform.shared.membership import Member
+from hyper_parallel.platform.shared.membership import Member, current_member
 
 __all__ = ["meeting_group_maker", "silent_group"]
 
@@ -217,6 +217,12 @@ class MeetingGroup(PretendGroup):
 def silent_group(member: Member, ranks: tuple[int, ...]) -> SilentGroup:
     """A group of a world in which nobody else is."""
     return SilentGroup(member, ranks)
+
+
+def is_silent() -> bool:
+    """Whether this thread is a rank of a world in which nobody else is."""
+    member = current_member()
+    return member is not None and isinstance(member.world_group, SilentGroup)
 
 
 def meeting_group_maker(meeting: MeetingPlace) -> Callable[[Member, tuple[int, ...]], MeetingGroup]:
