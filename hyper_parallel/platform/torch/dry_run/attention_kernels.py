@@ -110,8 +110,15 @@ def _cpu_flash_backward(
     return like(query), like(key), like(value)
 
 
+def _grouped_mm(first: torch.Tensor, second: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
+    """Without memory it knows one dtype only; on CPUs it takes all."""
+    narrow = aten._grouped_mm.default(first.to(torch.bfloat16), second.to(torch.bfloat16), *rest, **named)
+    return torch.empty_strided(narrow.shape, narrow.stride(), dtype=first.dtype, device="meta")
+
+
 # Where PyTorch's own answer for tensors without memory is not what the kernel does.
 RESULTS_OF = {
+    aten._grouped_mm.default: _grouped_mm,
     aten._scaled_dot_product_flash_attention_for_cpu.default: _cpu_flash,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _cpu_flash_backward,
 }

@@ -46,6 +46,7 @@ def result_wrapper(
 # Note [Operators without memory]
 # PyTorch finds the results of many operators on tensors without memory in Python code, which reads ``.shape``, the
 # global one on a DTensor, in backward too. So in a silent world, where such tensors are, operators get plain aliases.
+# An alias that is saved for backward keeps its DTensor alive, with all that this one holds, as the DTensor itself would.
 
 
 def _without_memory(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -57,6 +58,7 @@ def _without_memory(run: Callable[..., Any]) -> Callable[..., Any]:
         def block(value: Any) -> Any:
             if isinstance(value, DTensorBase) and value.is_meta:
                 plain = local_alias(value)
+                plain._alias_of = value  # type: ignore[attr-defined]
                 given[id(plain)] = (plain, value)
                 return plain
             return value
