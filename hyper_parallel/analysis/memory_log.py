@@ -23,10 +23,10 @@ PHASES = (FORWARD, RECOMPUTE, BACKWARD, OPTIMIZER)
 class Call:
     """One call of a module, or of what is outside of all; ``end`` is None while it runs."""
 
-    __slots__ = ("end", "path")
+    __slots__ = ("end", "line", "path")
 
-    def __init__(self, path: str) -> None:
-        self.path = path
+    def __init__(self, path: str, line: str = "") -> None:
+        self.path, self.line = path, line
         self.end: int | None = None
 
 
@@ -58,7 +58,7 @@ class Peak:
     clock: int
     phase: str
     path: str  # of the module that was running
-    line: str  # of the program; empty in backward, which has none
+    line: str  # of the program; in backward the one that called the module in forward
 
 
 class MemoryLog:
@@ -84,12 +84,12 @@ class MemoryLog:
 
     def allocate(self, num_bytes: int, line: Callable[[], str]) -> Allocation:
         self._clock += 1
-        phase, call = self._place()
+        phase, call = self.place()
         allocation = Allocation(num_bytes, phase, call, self._clock)
         self._made.append(allocation)
         self.live_bytes += num_bytes
         if self.live_bytes > self._peak.num_bytes:
-            where = "" if phase == BACKWARD else line()
+            where = call.line if phase == BACKWARD else line()
             self._peak = Peak(self.live_bytes, self._clock, phase, call.path, where)
         return allocation
 
@@ -98,7 +98,8 @@ class MemoryLog:
         allocation.died = self._clock
         self.live_bytes -= allocation.num_bytes
 
-    def _place(self) -> tuple[str, Call]:
+    def place(self) -> tuple[str, Call]:
+        """What is running now: the phase, and the call of a module."""
         if self.phase != BACKWARD:
             return self.phase, self._calls[-1] if self._calls else self._outside
         if self._calls:
@@ -109,10 +110,10 @@ class MemoryLog:
 
     # ---------------------------------------------------------------- told by the run
 
-    def enter(self, path: str) -> None:
-        """A module begins."""
+    def enter(self, path: str, line: str) -> None:
+        """A module begins, called by ``line`` of the program."""
         self._count_flops()
-        self._calls.append(Call(path))
+        self._calls.append(Call(path, line))
         self._note_caller()
 
     def leave(self) -> None:

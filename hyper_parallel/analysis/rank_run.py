@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
 
-from hyper_parallel.analysis.memory_log import BACKWARD, FORWARD, OPTIMIZER, MemoryLog, Peak
+from hyper_parallel.analysis.memory_log import BACKWARD, FORWARD, OPTIMIZER, Call, MemoryLog, Peak
 from hyper_parallel.analysis.model_source import ModelSource, call_model, inputs_for
 from hyper_parallel.core.dtensor.comm_recorder import CommRecord, CommRecorder, asked_by
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, init_device_mesh
@@ -54,7 +54,7 @@ class RankRun:
     by_module: dict[str, dict[str, int]]  # of activations and temporaries
     resting_bytes: int
     flops: dict[str, int]
-    collectives: list[tuple[str, str, CommRecord]]  # (phase, axes, record)
+    collectives: list[tuple[str, str, str, CommRecord]]  # (phase, module, axes, record)
     dtype: str
     num_parameters: int
     num_local_parameters: int
@@ -110,7 +110,7 @@ class _Step:
     by_kind: dict[str, int]
     by_module: dict[str, dict[str, int]]
     flops: dict[str, int]
-    collectives: list[tuple[str, str, CommRecord]]
+    collectives: list[tuple[str, str, str, CommRecord]]
 
 
 class _Training:
@@ -137,16 +137,12 @@ class _Training:
         platform, log = get_platform(), self._log
         gc.collect()
         log.begin_counting()
-        phases: list[tuple[int, str]] = []
+        places: list[tuple[str, Call]] = []
+        stop_observing = platform.observe_collectives(lambda *_: places.append(log.place()))
         with CommRecorder() as recorder:
-
-            def begin(phase: str) -> None:
-                phases.append((len(recorder.records), phase))
-                log.begin_phase(phase)
-
-            begin(FORWARD)
+            log.begin_phase(FORWARD)
             loss = call_model(self._model, self._inputs)
-            begin(BACKWARD)
+            log.begin_phase(BACKWARD)
             loss.backward()
             del loss
             if self._sums_over is not None:
@@ -154,21 +150,18 @@ class _Training:
                     for parameter in self._parameters:
                         if parameter.grad is not None:
                             platform.all_reduce(_local(parameter.grad), self._sums_over)
-            begin(OPTIMIZER)
+            log.begin_phase(OPTIMIZER)
             if self._optimizer is not None:
                 self._optimizer.step()
                 self._counter.mark(platform.optimizer_state_of(self._optimizer), "optimizer state")
             for parameter in self._parameters:
                 parameter.grad = None
+        stop_observing()
         log.begin_phase(FORWARD)
         by_kind, by_module = _breakdown(log)
         collectives = [
-            (
-                _phase_at(index, phases),
-                self._axes.get(record.ranks, f"ranks {','.join(map(str, record.ranks))}"),
-                record,
-            )
-            for index, record in enumerate(recorder.records)
+            (phase, call.path, self._axes.get(record.ranks) or _listed(record.ranks), record)
+            for (phase, call), record in zip(places, recorder.records, strict=True)
         ]
         return _Step(log.peak, by_kind, by_module, dict(log.flops_by_phase), collectives)
 
@@ -187,10 +180,6 @@ def _breakdown(log: MemoryLog) -> tuple[dict[str, int], dict[str, dict[str, int]
 
 def _listed(ranks: tuple[int, ...]) -> str:
     return f"ranks {','.join(map(str, ranks))}"
-
-
-def _phase_at(index: int, phases: list[tuple[int, str]]) -> str:
-    return next(phase for first, phase in reversed(phases) if first <= index)
 
 
 def _axes_by_ranks(mesh: DeviceMesh) -> dict[tuple[int, ...], str]:

@@ -25,7 +25,7 @@ class DryRuns:
 
     @staticmethod
     def watch_modules(model: Any, log: Any) -> AbstractContextManager[None]:
-        """Context: ``log.enter(path)`` when a module of ``model`` begins, ``log.leave()`` when it ends."""
+        """Context: ``log.enter(path, line)`` when a module of ``model`` begins, ``log.leave()`` when it ends."""
         raise RuntimeError(_NOT_HERE)
 
     @staticmethod

@@ -14,6 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from hyper_parallel.platform.torch.base.dtensor_base import local_alias
 from hyper_parallel.platform.torch.dry_run.attention_kernels import attention_of
 from hyper_parallel.platform.torch.dry_run.counting_mode import CountingMode
+from hyper_parallel.platform.torch.dry_run.user_lines import user_line
 from hyper_parallel.platform.torch.private_api import NoInterception, next_node_number, node_number
 
 __all__ = [
@@ -61,7 +62,7 @@ def watch_modules(model: nn.Module, log: Any) -> Iterator[None]:
 
     def enter(module: nn.Module, args: Any) -> None:
         if id(module) in paths:
-            log.enter(paths[id(module)])
+            log.enter(paths[id(module)], user_line())
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         if id(module) in paths:

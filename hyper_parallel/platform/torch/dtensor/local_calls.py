@@ -46,7 +46,7 @@ def result_wrapper(
 # Note [Operators without memory]
 # PyTorch finds the results of many operators on tensors without memory in Python code, which reads ``.shape``, the
 # global one on a DTensor, in backward too. So in a silent world, where such tensors are, operators get plain aliases.
-# An alias that is saved for backward keeps its DTensor alive, with all that this one holds, as the DTensor itself would.
+# An alias that is saved for backward keeps its DTensor alive, and what this one holds, as the DTensor itself would.
 
 
 def _without_memory(run: Callable[..., Any]) -> Callable[..., Any]:
