@@ -233,11 +233,18 @@ def _tensors_in(inputs: Any) -> list[Any]:
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """Memory is freed when the last reference goes, at the same place in every run; cycles between the steps."""
-    was_on = gc.isenabled()
+    """Memory is freed when the last reference goes, at the same place in every run; cycles between the steps.
+
+    What is there already, a million objects where a few libraries are loaded, is not looked at again.
+    """
+    was_on, is_ours = gc.isenabled(), gc.get_freeze_count() == 0
     gc.disable()
+    if is_ours:
+        gc.freeze()
     try:
         yield
     finally:
+        if is_ours:
+            gc.unfreeze()
         if was_on:
             gc.enable()

@@ -31,7 +31,7 @@ class RankGrid:
     _coordinates: dict[int, tuple[int, ...]] | None  # by rank; made at the first use
     _lines: dict[tuple[Any, int], tuple[int, ...]]
     _group_positions: dict[tuple[Any, int], tuple[int, ...]]
-    _asked_to_lead: set[tuple[int, ...]]  # the axes that `leads` was asked about
+    _asked: set[tuple[int, ...] | None]  # the axes that `leads` was asked about; None: the place itself
 
     def _fill_grid(self, ranks: Ranks, names: tuple[str, ...] | None, rank: int | None) -> None:
         ranks = ranks.view()
@@ -45,7 +45,7 @@ class RankGrid:
             _coordinates=None,
             _lines={},
             _group_positions={},
-            _asked_to_lead=set(),
+            _asked=set(),
         )
 
     @property
@@ -163,12 +163,13 @@ class RankGrid:
         True outside of the mesh. Which ranks do alike follows from the answers: see ``rank_questions.py``.
         """
         asked = tuple(axes)
-        self._asked_to_lead.add(asked)
+        self._asked.add(asked)
         coordinate = self.get_coordinate()
         return coordinate is None or not any(coordinate[axis] for axis in asked)
 
     def get_local_rank(self, axis: Axes | None = None) -> int:
         """This rank's position along an axis, or along several together (row-major in the order given)."""
+        self._asked.add(None)
         return self.line(self._only_axis("get_local_rank") if axis is None else axis).index(self.get_rank())
 
     def line(self, axes: Axes, rank: int | None = None) -> tuple[int, ...]:

@@ -4,9 +4,10 @@ Note [Questions about the rank]
 -------------------------------
 The library reads the place of a rank in a few functions only (``tests/core/test_rank_questions.py`` has the list), and
 what they pass on, as far as shapes and communication go, is: the lengths of its block of a tensor under a layout, and
-whether it leads along an axis, as the one rank that adds a bias. Where a block begins changes values, not shapes.
-Groups differ by name only: a line along the same axes. So two ranks whose answers to all questions of one of them are
-the same run the same program, up to the names of the lines, and one of them can be looked at for both.
+whether it leads along an axis, as the one rank that adds a bias. Where a block begins changes values, and shapes only
+where code says so (``Layout.deciding_region``). Code that asks for its place itself may do anything with it: no two
+ranks are then taken for alike. Groups differ by name only: a line along the same axes. So two ranks whose answers to
+all questions of one of them are the same run the same program, up to the names of the lines.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ class RankQuestions:
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh = mesh
         self._lengths: dict[DeviceMesh, dict[tuple[Layout, Shape], None]] = {}
-        self._leading: dict[DeviceMesh, set[tuple[int, ...]]] = {}
+        self._placed: dict[DeviceMesh, list[tuple[Layout, Shape]]] = {}
         for layout in layouts_alive():
             if layout.mesh.root is mesh.root and layout.dim_axes is not None:
                 own = layout.mesh.get_coordinate()
                 asked = self._lengths.setdefault(layout.mesh, {})
                 asked.update(((layout, shape), None) for shape, where in list(layout._regions) if where == own)
-                self._leading.setdefault(layout.mesh, set()).update(layout.mesh._asked_to_lead)
+                self._placed.setdefault(layout.mesh, []).extend((layout, shape) for shape in layout._placed)
+        self._asked = {asked_on: list(asked_on._asked) for asked_on in self._lengths}
         self._known: dict[Any, Any] = {}
 
     def answers_of(self, rank: int) -> Any:
@@ -54,6 +56,9 @@ class RankQuestions:
         coordinate = tuple(place[name] for name in names)
         if (mesh, coordinate) not in self._known:
             lengths = tuple(layout.local_shape(shape, coordinate) for layout, shape in self._lengths[mesh])
-            leads = tuple(not any(coordinate[axis] for axis in axes) for axes in sorted(self._leading[mesh]))
-            self._known[mesh, coordinate] = (lengths, leads)
+            starts = tuple(layout.local_offset(shape, coordinate) for layout, shape in self._placed[mesh])
+            leads = tuple(
+                coordinate if axes is None else not any(coordinate[axis] for axis in axes) for axes in self._asked[mesh]
+            )
+            self._known[mesh, coordinate] = (lengths, starts, leads)
         return self._known[mesh, coordinate]

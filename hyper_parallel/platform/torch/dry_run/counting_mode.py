@@ -37,7 +37,7 @@ class _Freed(weakref.ref):
 class _Facts:
     """What is known of an operator."""
 
-    __slots__ = ("flops", "is_view", "packet", "reads", "result", "shape_from_values")
+    __slots__ = ("flops", "is_view", "packet", "reads", "result")
 
     def __init__(self, operator: OpOverload) -> None:
         self.packet = operator._overloadpacket
@@ -65,6 +65,7 @@ class CountingMode(DispatchMode):
         self._shapes = RememberedShapes()
         self._seen: dict[int, _Freed] = {}  # by id of the storage's Python object, which lives as long as the storage
         self._on_device: set[int] = set()  # real storages that stand for memory of the device
+        self._unknown: set[int] = set()  # real storages that were written to with values that nobody knows
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Saved DTensors come in backward: their blocks are meant.
@@ -79,16 +80,21 @@ class CountingMode(DispatchMode):
             facts = self._facts[operator] = _Facts(operator)
         has_meta, real = _tensors_in(args, kwargs)
         if not has_meta:
-            return self._run_real(operator, args, kwargs, real)
+            return self._run_real(operator, facts, args, kwargs, real)
         if facts.reads:
             refuse_read(facts.packet)
         if real:
-            args, kwargs = self._without_memory(operator, args, kwargs)
-            if args is None:
-                return real[0]
+            if operator._schema.is_mutable and isinstance(args[0], torch.Tensor) and not args[0].is_meta:
+                self._unknown.add(id(args[0].untyped_storage()))
+                return args[0]
+            args, kwargs = _without_memory(operator, args, kwargs)
         if facts.is_view:
             result = operator(*args, **kwargs)
             self._look_at(result)
+            return result
+        if operator is aten._to_copy.default and self._device != "cpu" and _device_in(kwargs) not in (None, _META):
+            result = self._ask(operator, facts, args, kwargs)  # to the host, and not memory of the device
+            self._look_at(result, on_device=False)
             return result
         key = self._shapes.key_of(operator, args, kwargs)
         known = None if key is None else self._shapes.find(key)
@@ -112,27 +118,26 @@ class CountingMode(DispatchMode):
         except NotImplementedError:
             refuse_read(facts.packet)
 
-    def _run_real(self, operator: OpOverload, args: Any, kwargs: dict[str, Any], real: list[torch.Tensor]) -> Any:
+    def _run_real(
+        self, operator: OpOverload, facts: _Facts, args: Any, kwargs: dict[str, Any], real: list[torch.Tensor]
+    ) -> Any:
         """Integers and what is made of them; see Note [Integers are real]."""
-        on_device = any(id(tensor.untyped_storage()) in self._on_device for tensor in real)
+        storages = {id(tensor.untyped_storage()) for tensor in real}
+        on_device = not storages.isdisjoint(self._on_device)
+        is_unknown = not storages.isdisjoint(self._unknown)
+        if is_unknown and facts.reads:
+            refuse_read(facts.packet)
         if _device_in(kwargs) == _META:
             on_device = True
             result = operator(*args, **kwargs)
-            if isinstance(result, torch.Tensor) and _stays_real(result, real):
+            if isinstance(result, torch.Tensor) and _stays_real(result):
                 result = operator(*args, **{**kwargs, "device": _HOST})
         else:
             result = operator(*args, **kwargs)
         self._look_at(result, on_device or self._device == "cpu")
+        if is_unknown and isinstance(result, torch.Tensor):
+            self._unknown.add(id(result.untyped_storage()))
         return result
-
-    def _without_memory(self, operator: OpOverload, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """The arguments with what is real as shapes; (None, None) where a real tensor would be written to."""
-        written = operator._schema.is_mutable and isinstance(args[0], torch.Tensor) and not args[0].is_meta
-        if written:
-            return None, None  # its values are not known any more, and nothing here may depend on them
-        if operator is aten.index.Tensor or operator is aten.index_put_.default or operator is aten.index_put.default:
-            args = (args[0], _expanded(args[1]), *args[2:])
-        return _map_real(args), _map_real(kwargs)
 
     def _shares(self, result: Any, args: Any) -> bool:
         """Whether memory of the result was there before, and the result is not simply an argument."""
@@ -169,6 +174,7 @@ class CountingMode(DispatchMode):
     def _free(self, seen: _Freed) -> None:
         self._seen.pop(seen.key, None)
         self._on_device.discard(seen.key)
+        self._unknown.discard(seen.key)
         if seen.allocation is not None:
             self.log.free(seen.allocation)
 
@@ -197,9 +203,19 @@ def _device_in(kwargs: dict[str, Any]) -> torch.device | None:
     return torch.device(device) if device is not None else None
 
 
-def _stays_real(result: torch.Tensor, sources: list[torch.Tensor]) -> bool:
+def _stays_real(result: torch.Tensor) -> bool:
     is_exact = not (result.dtype.is_floating_point or result.dtype.is_complex)
     return is_exact and result.numel() <= _MOST_REAL_ELEMENTS
+
+
+_INDEXING = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default)
+
+
+def _without_memory(operator: OpOverload, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """The arguments with what is real as shapes."""
+    if operator in _INDEXING:
+        args = (args[0], _expanded(args[1]), *args[2:])
+    return _map_real(args), _map_real(kwargs)
 
 
 def _map_real(values: Any) -> Any:
