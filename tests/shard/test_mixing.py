@@ -38,6 +38,7 @@ def test_sparse_and_nested_tensors() -> None:
     torch.testing.assert_close(made.to_dense(), tensor(4, 4))
 
 
+@pytest.mark.processes("torch.compile keeps one state per process")
 @run_on_ranks(2)
 def test_compiled_code_runs_on_distributed_tensors_as_it_is() -> None:
     mesh = hp.init_device_mesh("cpu", (2,))

@@ -94,6 +94,7 @@ def test_norm_over_each_head() -> None:
         same_as_one_device(built(), lambda m, p=plan: hp.parallelize_module(m, mesh, p), (x,))
 
 
+@pytest.mark.processes("counts the objects of one process")
 @run_on_ranks(2)
 def test_nothing_is_kept_between_steps_and_checkpoints_recompute() -> None:
     """Edges that tensors remember die with them, without the garbage collector."""
