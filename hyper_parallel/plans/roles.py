@@ -73,9 +73,9 @@ class _Unreadable(Exception):
         self.whole = whole
 
 
-def read_roles(model: Any, keep_whole: Iterable[str]) -> Roles:
-    """The roles of the modules of ``model``; those that match ``keep_whole`` have none."""
-    first, answer = None, list(keep_whole)
+def read_roles(model: Any, keep_replicated: Iterable[str]) -> Roles:
+    """The roles of the modules of ``model``; those that match ``keep_replicated`` have none."""
+    first, answer = None, list(keep_replicated)
     while True:
         try:
             roles = _read_roles(model, answer)
@@ -86,14 +86,14 @@ def read_roles(model: Any, keep_whole: Iterable[str]) -> Roles:
         if first is None:
             return roles
         what = "it" if len(answer) == 1 else "what cannot be told"
-        leave = f"Leave {what} whole with keep_whole={answer}, or write its styles into the plan"
+        leave = f"Leave {what} replicated with keep_replicated={answer}, or write its styles into the plan"
         raise PlanError(f"{first}. {leave if roles.columns or roles.attentions else f'Nothing else can: {BY_HAND}'}")
 
 
-def _read_roles(model: Any, keep_whole: Iterable[str]) -> Roles:
+def _read_roles(model: Any, keep_replicated: Iterable[str]) -> Roles:
     platform = get_platform()
     modules = dict(platform.get_cells_and_names(model))
-    kept = [path for path in modules if any(_is_inside(path, pattern) for pattern in keep_whole)]
+    kept = [path for path in modules if any(_is_inside(path, pattern) for pattern in keep_replicated)]
     skipped = frozenset(kept)
     roles = Roles(blocks=[path for path in modules if _is_list_member(path, modules)])
     outermost = [path for path in roles.blocks if not any(_is_below(path, other) for other in roles.blocks)]
@@ -230,9 +230,9 @@ def _roles_by_size(
                 whole = _misfits(block, paths, modules)
                 listed = ", ".join("{} ({} -> {})".format(path, *_sizes(path, modules)) for path in paths)
                 raise _Unreadable(
-                    f"plans.for_model: cannot tell how to cut {whole[0]!r}, a {type(modules[whole[0]]).__name__}: the "
-                    f"linear layers beside each other, {listed}, make no pair of which one's outputs are the other's "
-                    "inputs",
+                    f"plans.for_model: cannot tell how to shard {whole[0]!r}, a {type(modules[whole[0]]).__name__}: "
+                    f"the linear layers beside each other, {listed}, make no pair of which one's outputs are the "
+                    "other's inputs",
                     whole,
                 )
             continue
@@ -305,8 +305,8 @@ def _refuse_other_weights(inside: list[str], taken: list[str], modules: Mapping[
         weights = _weights(module)
         if weights:
             raise _Unreadable(
-                f"plans.for_model: cannot tell how to cut {path!r}, a {type(module).__name__} with weights of its own "
-                f"({', '.join(weights)})",
+                f"plans.for_model: cannot tell how to shard {path!r}, a {type(module).__name__} with weights of its "
+                f"own ({', '.join(weights)})",
                 [path],
             )
 

@@ -265,7 +265,7 @@ def test_meshes_of_parts_of_the_world_share_the_work():
         merge_specs(by_rank)
     by_rank[0] = {}
     by_rank[2:] = [{}, {}]
-    with pytest.raises(ValueError, match=r"'w' lies on .*, but it is missing on ranks \[0\] of that mesh"):
+    with pytest.raises(ValueError, match=r"'w' has .*, but it is missing on ranks \[0\] of that mesh"):
         merge_specs(by_rank)
 
 
@@ -443,7 +443,7 @@ def test_clear_errors(tmp_path):
         load({"w": torch.zeros(2, 3, device="meta")})
     mesh = init_device_mesh("cpu", (2,), rank_list=[0, 1], init_backend=False)
     cut = distribute_tensor(torch.zeros(4), mesh, [Shard(0)])
-    with pytest.raises(ValueError, match=r"'w' is cut over several ranks .* call save on all ranks"):
+    with pytest.raises(ValueError, match=r"'w' is sharded over several ranks .* call save on all ranks"):
         checkpoint.save({"w": cut}, checkpoint_id=tmp_path / "b", no_dist=True)
     assert not (tmp_path / "b").exists()
 
@@ -452,10 +452,10 @@ def test_clear_errors(tmp_path):
 def test_pending_sums_are_refused(tmp_path):
     mesh = init_device_mesh("cpu", (2,))
     pending = from_local(torch.ones(2), mesh, [Partial()])
-    with pytest.raises(checkpoint.CheckpointError, match=r"'w' has a pending reduction .*call reduce_partial\(\)"):
+    with pytest.raises(checkpoint.CheckpointError, match=r"'w' is partial .*call reduce_partial\(\)"):
         checkpoint.save({"w": pending}, checkpoint_id=tmp_path / "a")
     checkpoint.save({"w": pending.reduce_partial()}, checkpoint_id=tmp_path / "a")
-    with pytest.raises(checkpoint.CheckpointError, match=r"'w' has a pending reduction .* before you load"):
+    with pytest.raises(checkpoint.CheckpointError, match=r"'w' is partial .* before you load"):
         checkpoint.load({"w": pending}, checkpoint_id=tmp_path / "a")
 
 

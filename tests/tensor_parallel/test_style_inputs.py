@@ -49,7 +49,7 @@ def test_refusals_of_prepared_values() -> None:
     with pytest.raises(ValueError, match="one output, but output_layouts has 2"):
         hp.parallelize_module(Identity(), mesh, out)(ours(torch.ones(2, 2)))
     layer = hp.parallelize_module(linear(4, 4), mesh, hp.RowwiseParallel())
-    with pytest.raises(ValueError, match=r"has a block of shape \(2, 2\) on rank [01], got"):
+    with pytest.raises(ValueError, match=r"has a local tensor of shape \(2, 2\) on rank [01], got"):
         layer(ours(torch.ones(2, 3)))
     deep = hp.parallelize_module(linear(4, 4), mesh, hp.ColwiseParallel(output_layouts=hp.Shard(3)))
     with pytest.raises(ValueError, match=r"ColwiseParallel on .*: Shard\(3\) on axis .tp.: the tensor has 2 dims"):

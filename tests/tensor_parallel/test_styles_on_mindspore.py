@@ -267,7 +267,9 @@ def test_other_styles():
         lambda y: product(y[0]) + y[1].sum(),
     )
 
-    with pytest.raises(NotImplementedError, match="ColwiseParallel cuts linear layers and embeddings, not a LayerNorm"):
+    with pytest.raises(
+        NotImplementedError, match="ColwiseParallel shards linear layers and embeddings, not a LayerNorm"
+    ):
         hp.parallelize_module(nn.LayerNorm((4,)), mesh, ColwiseParallel())
 
 

@@ -32,17 +32,19 @@ def distribute_tensor(
     if isinstance(tensor, DTensor):
         if tensor.device_mesh != mesh:
             raise ValueError(
-                f"distribute_tensor: the tensor lies on {tensor.device_mesh} already; "
+                f"distribute_tensor: the tensor is on {tensor.device_mesh} already; "
                 f"use redistribute to move it to {mesh}"
             )
         layout = resolve_layout(mesh, placements, tensor.ndim)
         if layout is not tensor.layout:
-            raise ValueError(f"distribute_tensor: the tensor lies under {tensor.layout} already; use redistribute")
+            raise ValueError(f"distribute_tensor: the tensor has {tensor.layout} already; use redistribute")
         return tensor
     if not platform.is_tensor(tensor):
         raise TypeError(f"distribute_tensor takes a tensor, got {kind_of(tensor)}")
     if not platform.is_dense_tensor(tensor):
-        raise TypeError("distribute_tensor cannot cut a sparse or nested tensor; use to_dense() or to_padded_tensor()")
+        raise TypeError(
+            "distribute_tensor cannot shard a sparse or nested tensor; use to_dense() or to_padded_tensor()"
+        )
     shape = tuple(tensor.shape)
     layout = resolve_layout(mesh, placements, len(shape))
     if platform.needs_grad(tensor) and not platform.is_leaf(tensor):

@@ -98,7 +98,7 @@ class Layout:
             if isinstance(placement, Shard):
                 if not -ndim <= placement.dim < ndim:
                     possible = (
-                        f"so dim must be in [{-ndim}, {ndim - 1}]" if ndim else "it cannot be cut; use Replicate()"
+                        f"so dim must be in [{-ndim}, {ndim - 1}]" if ndim else "it cannot be sharded; use Replicate()"
                     )
                     raise ValueError(
                         f"{placement} on axis {mesh.axis_label(axis)!r}: the tensor has {ndim} dims, {possible}"
@@ -140,7 +140,7 @@ class Layout:
         if len(placements) != ndim:
             raise ValueError(
                 f"{len(placements)} aliases {tuple(placements)} for a tensor of {ndim} dims: give one per dim, "
-                '"None" for a dim that is not cut'
+                '"None" for a dim that is not sharded'
             )
         return cls.from_aliases(mesh, placements)
 
@@ -325,10 +325,10 @@ class Layout:
         return f"Layout(mesh ({sizes}), dims {self.described_dims()})"
 
     def described_dims(self) -> str:
-        """What is said of the dims: ``[dp, -]``, ``[-, -], pending sum over tp``."""
+        """What is said of the dims: ``[dp, -]``, ``[-, -], partial sum over tp``."""
         dims = ", ".join("-" if not axes else "*".join(map(self.mesh.axis_label, axes)) for axes in self.cuts)
-        pending = ", ".join(f"{op} over {self.mesh.axis_label(a)}" for a, op in enumerate(self.partials) if op)
-        return f"[{dims}]{', pending ' + pending if pending else ''}"
+        partial = ", ".join(f"{op} over {self.mesh.axis_label(a)}" for a, op in enumerate(self.partials) if op)
+        return f"[{dims}]{', partial ' + partial if partial else ''}"
 
     def __reduce__(self) -> Any:
         return Layout._intern, (self.mesh, self.dim_axes, self.partials)
@@ -348,29 +348,29 @@ def _in_order(mesh: DeviceMesh, dim: int, axes: list[tuple[int | None, int]]) ->
     if len(given) < len(axes) or len(set(given)) < len(given):
         listed = ", ".join(f"{mesh.axis_label(axis)}: {Shard(dim, order)}" for order, axis in axes)
         raise ValueError(
-            f"several axes of {mesh} cut dim {dim} ({listed}): give each its own order, or none of them one"
+            f"several axes of {mesh} shard dim {dim} ({listed}): give each its own order, or none of them one"
         )
     return tuple(axis for _, axis in sorted((order, axis) for order, axis in axes if order is not None))
 
 
 def _check(mesh: DeviceMesh, dim_axes: DimAxes | None, partials: Partials) -> None:
     if len(partials) != mesh.ndim:
-        raise ValueError(f"{len(partials)} pending reductions {partials} for the {mesh.ndim} axes of {mesh}")
+        raise ValueError(f"{len(partials)} partial reductions {partials} for the {mesh.ndim} axes of {mesh}")
     for op in partials:
         if op is not None and op not in REDUCE_OPS:
-            raise ValueError(f"pending reduction {op!r} on {mesh}: the reductions are {', '.join(REDUCE_OPS)}")
+            raise ValueError(f"partial reduction {op!r} on {mesh}: the reductions are {', '.join(REDUCE_OPS)}")
     used: dict[int, int] = {}
     for dim, axes in enumerate(dim_axes or ()):
         for axis in axes:
             if not 0 <= axis < mesh.ndim:
-                raise ValueError(f"axis {axis} cuts dim {dim}, but {mesh} has {mesh.ndim} axes")
+                raise ValueError(f"axis {axis} shards dim {dim}, but {mesh} has {mesh.ndim} axes")
             if axis in used:
                 raise ValueError(
-                    f"axis {mesh.axis_label(axis)!r} of {mesh} cuts dim {used[axis]} and dim {dim}: use it once"
+                    f"axis {mesh.axis_label(axis)!r} of {mesh} shards dim {used[axis]} and dim {dim}: use it once"
                 )
             if partials[axis] is not None:
                 raise ValueError(
-                    f"axis {mesh.axis_label(axis)!r} of {mesh} cuts dim {dim} and has a pending {partials[axis]}: "
+                    f"axis {mesh.axis_label(axis)!r} of {mesh} shards dim {dim} and has a partial {partials[axis]}: "
                     "choose one"
                 )
             used[axis] = dim

@@ -60,7 +60,7 @@ class Entry:
             value = self._wrap(value)
         elif value.device_mesh is not self.mesh and value.device_mesh != self.mesh:
             raise ValueError(
-                f"{self.where}: the input lies on {value.device_mesh}, but the module was cut over {self.mesh}; "
+                f"{self.where}: the input is on {value.device_mesh}, but the module was parallelized on {self.mesh}; "
                 "redistribute it, or parallelize both on one mesh"
             )
         if self.wanted is None:
@@ -135,8 +135,8 @@ class Entry:
         expected = layout.local_shape(shape)
         if tuple(plain.shape) != expected:
             raise ValueError(
-                f"{self.where}: a tensor of shape {shape} under {layout} has a block of shape {expected} on rank "
-                f"{self.mesh.get_rank()}, got a plain tensor of shape {tuple(plain.shape)}"
+                f"{self.where}: a tensor of shape {shape} under {layout} has a local tensor of shape {expected} on "
+                f"rank {self.mesh.get_rank()}, got a plain tensor of shape {tuple(plain.shape)}"
             )
 
 

@@ -105,8 +105,8 @@ def _cut(parameters: Mapping[str, Any], layouts: dict[str, Layout], exact: set[s
         new, first = made[id(parameter)]
         if path in layouts and new._layout is not layout and (path in exact) == (first in exact):
             raise ValueError(
-                f"shard_module: {path!r} and {first!r} are one parameter, which lies under {new._layout} by the one "
-                f"and under {layout} by the other; give both the same layout, or name one of them"
+                f"shard_module: {path!r} and {first!r} are one parameter, which has {new._layout} by the one "
+                f"and {layout} by the other; give both the same layout, or name one of them"
             )
     for module, name, parameter in parameters.values():
         if id(parameter) in made:

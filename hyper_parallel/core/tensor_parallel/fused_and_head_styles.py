@@ -75,7 +75,7 @@ class HeadParallel(ParallelStyle):
         self.use_local_output = use_local_output
         if role != "output" and not (use_local_output and output_layouts is None):
             raise ValueError(
-                f"HeadParallel({role!r}): the output is a plain block of heads, without output_layouts or "
+                f"HeadParallel({role!r}): the output is a plain local tensor of heads, without output_layouts or "
                 "use_local_output=False; use ColwiseParallel to keep it distributed"
             )
         HeadShare(self.num_heads, self.num_kv_heads, 1)
@@ -150,8 +150,8 @@ class FusedColwiseParallel(ParallelStyle):
         self.parts = dict(parts)
         if num_heads is not None and not use_local_output:
             raise ValueError(
-                "FusedColwiseParallel: parts that are cut by heads leave as plain blocks; leave out num_heads, or "
-                "use_local_output=False"
+                "FusedColwiseParallel: parts that are sharded by heads become plain local tensors; leave out "
+                "num_heads, or use_local_output=False"
             )
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.use_local_output = use_local_output
@@ -165,8 +165,8 @@ class FusedColwiseParallel(ParallelStyle):
         linear = _linear_function(module, where)
         if not self.use_local_output and not _platform.asks_subclasses:
             raise TypeError(
-                f"{where}: on this framework the parts leave as plain blocks; leave out use_local_output=False, and "
-                "let the code behind the layer read the widths from what it gets"
+                f"{where}: on this framework the parts become plain local tensors; leave out use_local_output=False, "
+                "and let the code behind the layer read the widths from what it gets"
             )
         own = _platform.own_parameters(module)
         if own["weight"].shape[dims[0]] != sum(self.parts.values()):
@@ -265,8 +265,8 @@ class _OutputOfHeads:
         (x,) = args or kwargs.values()
         if isinstance(x, DTensor):
             raise TypeError(
-                f"{self.where}: heads that do not divide the ranks come as plain blocks, got a distributed tensor "
-                f"under {x._layout}; let the projections before it be HeadParallel too"
+                f"{self.where}: heads that do not divide the ranks come as plain local tensors, got a distributed "
+                f"tensor under {x._layout}; let the projections before it be HeadParallel too"
             )
         if not self._is_checked and _platform.needs_grad(x):
             refuse_cut_uses(x, Layout.from_placements(self.mesh, (Shard(-1),) * self.mesh.ndim, x.ndim), self.where)
@@ -329,7 +329,7 @@ def _linear_dims(module: Any, where: str) -> tuple[int, int]:
     if dims is None:
         raise TypeError(
             f"{where}: only linear layers have rows to share out; use NoParallel() to keep a {type(module).__name__} "
-            "whole on every rank, or write a ParallelStyle for it"
+            "replicated, or write a ParallelStyle for it"
         )
     return dims
 

@@ -62,7 +62,7 @@ class _CutWeight(ParallelStyle):
         dims = _platform.linear_weight_dims(module)
         if dims is None and not _platform.is_embedding_module(module):
             raise NotImplementedError(
-                f"{type(self).__name__} cuts linear layers and embeddings, not a {type(module).__name__}; write a "
+                f"{type(self).__name__} shards linear layers and embeddings, not a {type(module).__name__}; write a "
                 "ParallelStyle for it, or use shard_module with a ShardingPlan"
             )
         weight, bias, wanted = self._placements(dims, device_mesh)

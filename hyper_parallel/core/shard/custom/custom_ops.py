@@ -121,7 +121,7 @@ def custom_shard(
             layout = Layout.resolve(mesh, wanted, value.ndim)
             if layout is not value.layout and not redistribute_inputs:
                 raise ValueError(
-                    f"{_name(func)}: argument {index} lies under {value.layout}, in_placements says {layout}; "
+                    f"{_name(func)}: argument {index} has {value.layout}, in_placements says {layout}; "
                     "redistribute it, or pass redistribute_inputs=True"
                 )
             targets[index] = layout

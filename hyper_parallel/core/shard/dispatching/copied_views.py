@@ -134,9 +134,9 @@ class CopiedView(DTensor):
         while isinstance(root, CopiedView) and root._source is not None:
             if root._source.has_overlaps():
                 raise RuntimeError(
-                    f"{name}: the windows of unfold overlap, and what is written into one along a cut dim would not be "
-                    f"seen in the next: write into the tensor of global shape {tuple(root._source.base.shape)} itself, "
-                    f"or into a clone()"
+                    f"{name}: the windows of unfold overlap, and what is written into one along a sharded dim would "
+                    f"not be seen in the next: write into the tensor of global shape {tuple(root._source.base.shape)} "
+                    "itself, or into a clone()"
                 )
             if root._source.name == "detach" or not root._source.settles_view():
                 return

@@ -196,7 +196,7 @@ class _Together:
             return first
         if self._writes and first.has_partial and self._base != "zero":
             raise RuntimeError(
-                f"{self.name} cannot write into a tensor under {first}: a pending reduction only passes through linear "
+                f"{self.name} cannot write into a tensor under {first}: a partial value only passes through linear "
                 f"operators: call reduce_partial() first, or use {self.name.rstrip('_')}, which makes new tensors"
             )
         return first.gradient()

@@ -117,7 +117,7 @@ def refuse_plain(name: str, value: Any) -> None:
     if _platform.is_tensor(value) and value.ndim > 0:
         raise MixedTensorsError(
             f"{name}: a plain tensor of shape {tuple(value.shape)} meets a distributed one; turn it into one with "
-            "distribute_tensor (every rank holds the whole) or DTensor.from_local (every rank holds its block); around "
+            "distribute_tensor (every rank holds all of it) or DTensor.from_local (it is the local tensor); around "
             "code that makes such tensors itself, the same on every rank: with hyper_parallel.implicit_replication()"
         )
 
@@ -126,7 +126,7 @@ def same_mesh(name: str, mesh: DeviceMesh | None, tensor: DTensor) -> DeviceMesh
     """The mesh of ``tensor``, which must be ``mesh`` unless that is None."""
     if mesh is not None and tensor.device_mesh is not mesh and tensor.device_mesh != mesh:
         raise ValueError(
-            f"{name}: the tensors lie on different meshes, {mesh} and {tensor.device_mesh}; redistribute one of them"
+            f"{name}: the tensors are on different meshes, {mesh} and {tensor.device_mesh}; redistribute one of them"
         )
     return tensor.device_mesh
 

@@ -53,8 +53,8 @@ def plan_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         layouts = ", ".join(str(spec.layout) for spec in call.tensors)
         in_place = _is_in_place(call)
         raise PendingWriteError(
-            f"{call.name} cannot write into a tensor under {call.tensors[0].layout}: the result would lie otherwise "
-            f"(inputs: {layouts}). A pending reduction only passes through linear operators: call reduce_partial() "
+            f"{call.name} cannot write into a tensor under {call.tensors[0].layout}: the result would have another "
+            f"layout (inputs: {layouts}). A partial value only passes through linear operators: call reduce_partial() "
             + (f"first, or use {call.name.rstrip('_')}, which makes a new tensor" if in_place else "first")
         )
     return PlannedCall(call.name, paths, call, signature, choice)

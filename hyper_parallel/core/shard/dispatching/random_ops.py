@@ -56,7 +56,7 @@ def dropout(tensor: DTensor, p: float = 0.5, training: bool = True, inplace: boo
         return tensor
     if inplace and tensor.layout.has_partial and not finish_sum_in_place(tensor):
         raise PendingWriteError(
-            f"dropout cannot write into a tensor under {tensor.layout}: a pending reduction only passes through linear "
+            f"dropout cannot write into a tensor under {tensor.layout}: a partial value only passes through linear "
             "operators, and another tensor shares its memory: call reduce_partial() first, or leave inplace=True out"
         )
     tensor = tensor if not tensor.layout.has_partial else tensor.reduce_partial()

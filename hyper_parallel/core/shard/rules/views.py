@@ -205,8 +205,8 @@ def _squeeze_(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     for dim in dropped:
         if tensor.layout.cuts[dim]:
             raise RuntimeError(
-                f"squeeze_: dim {dim} of a tensor of global shape {shape} under {tensor.layout} is cut, so some ranks "
-                "have nothing of it; redistribute it first, or use squeeze, which makes a new tensor"
+                f"squeeze_: dim {dim} of a tensor of global shape {shape} under {tensor.layout} is sharded, so some "
+                "ranks have nothing of it; redistribute it first, or use squeeze, which makes a new tensor"
             )
     for dim in reversed(dropped):
         _platform.without_interception(_platform.Tensor.squeeze_, tensor, dim)
@@ -250,7 +250,7 @@ def _of_memory(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
             name = _platform.get_op_name(func)
             raise RuntimeError(
                 f"{name} of a distributed tensor of global shape {tuple(tensor.shape)} under {tensor.layout}: its "
-                "elements do not lie in order, so there is no memory of the whole to count in; call contiguous() first"
+                "elements are not in order, so there is no one memory to count in; call contiguous() first"
             )
     return run_gathered(func, args, kwargs)
 
