@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hyper_parallel as hp
 from hyper_parallel import models
-from hyper_parallel.plans.styles import CutAttention, CutParameters, SingleDeviceCode
+from hyper_parallel.plans.styles import ShardAttention, ShardParameters, SingleDeviceCode
 from tests.tensor_parallel.toy import parts_joined
 from tests.world import run_on_ranks
 
@@ -170,8 +170,8 @@ def test_everything_the_frameworks_attention_can_be_asked_for():
         plain = nn.MultiheadAttention(16, 4, **options).double()
         cut = copy.deepcopy(plain)
         plan = {
-            "": [SingleDeviceCode(plain_outputs=True), CutAttention()],
-            "out_proj": CutParameters({"weight": hp.Shard(1)}),
+            "": [SingleDeviceCode(plain_outputs=True), ShardAttention()],
+            "out_proj": ShardParameters({"weight": hp.Shard(1)}),
         }
         hp.parallelize_module(cut, _mesh(), plan)
         for name, (inputs, asked) in calls.items():
@@ -250,7 +250,7 @@ def test_the_plan_is_short_and_tells_what_happens():
         "[RowwiseParallel(input_layouts=Shard(-1), output_layouts=Shard(1), use_local_output=False)]"
     )
     assert repr(plan["blocks.*.attention"]) == "[GatherInputs()]"
-    assert repr(plan["norm"]) == "[WholeParameters()]"
+    assert repr(plan["norm"]) == "[ReplicateParameters()]"
 
 
 def test_unknown_names_are_read_by_size():
@@ -304,7 +304,7 @@ def test_a_refusal_names_the_module(model, said):
 
 def test_keep_replicated_answers_a_refusal():
     plan = hp.plans.for_model(Odd(nn.LSTM(4, 4)), keep_replicated=["layers.*.part"])
-    assert repr(plan["layers.*.part"]) == "[WholeParameters()]"
+    assert repr(plan["layers.*.part"]) == "[ReplicateParameters()]"
     assert "ColwiseParallel" in repr(plan["layers.*.up"])
 
 

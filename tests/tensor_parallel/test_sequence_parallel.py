@@ -47,9 +47,9 @@ def test_collectives_per_half_block_and_pass(kind: str) -> None:
         x = hp.distribute_tensor(_x(length), mesh, [hp.Replicate() if kind == "tp" else hp.Shard(1)]).requires_grad_()
         start = x * 1  # a block in the middle of a model: its input is computed
         if kind != "sp":
-            from hyper_parallel.core.modules.boundary import leave
+            from hyper_parallel.core.modules.boundary import to_plain_local
 
-            start = leave(start)
+            start = to_plain_local(start)
         with hp.CommRecorder() as forward:
             out = block(start)
         with hp.CommRecorder() as backward:

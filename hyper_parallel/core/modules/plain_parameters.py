@@ -37,7 +37,7 @@ def _name_of(parameter: Any) -> str:
     return ""
 
 
-def refuse_cut_uses(block: Any, layout: Layout, where: str) -> None:
+def refuse_sharded_uses(block: Any, layout: Layout, where: str) -> None:
     """Raise if a plain parameter went into ``block``, a plain part of a value that lies under ``layout``."""
     known = [parameter for reference, _ in list(_names.values()) if (parameter := reference()) is not None]
     behind = get_platform().plain_parameters_behind(block, known)
