@@ -25,7 +25,7 @@ class Piece:
         """``4 x 64/tp x 128``: a slash and the mesh axes behind each sharded dim, the reduction of a partial value."""
         dims = [str(size) for size in self.shape]
         if self.layout is not None:
-            for dim, axes in enumerate(self.layout.cuts):
+            for dim, axes in enumerate(self.layout.shard_axes):
                 dims[dim] += "".join(f"/{self.layout.mesh.axis_label(axis)}" for axis in axes)
         text = " x ".join(dims) or "scalar"
         return f"{text}, {self.partial}" if self.partial else text
@@ -43,7 +43,7 @@ class Piece:
 
     def intervals(self, dim: int) -> list[tuple[int, int, int]]:
         """(start, length, owner) of the parts of a dim; the owner numbers the ranks along the axes that shard it."""
-        axes = () if self.layout is None else self.layout.cuts[dim]
+        axes = () if self.layout is None else self.layout.shard_axes[dim]
         parts = [(0, self.shape[dim])]
         for axis in axes:
             count = self.layout.mesh.shape[axis]  # type: ignore[union-attr]

@@ -200,7 +200,7 @@ def random_layout(pick: random.Random, mesh: Any, tensor: torch.Tensor, pending:
         weights.append(0.5)
     layout = hp.Layout.from_placements(mesh, pick.choices(options, weights, k=mesh.ndim), tensor.ndim)
     if pick.random() < 0.5:
-        layout = hp.Layout.of(mesh, [tuple(reversed(axes)) for axes in layout.cuts], layout.partials)
+        layout = hp.Layout.of(mesh, [tuple(reversed(axes)) for axes in layout.shard_axes], layout.partials)
     return layout
 
 

@@ -83,8 +83,8 @@ def layouts_of(mesh: Any, tensor: torch.Tensor, partial: bool) -> list[Layout]:
     for placements in itertools.product(options, repeat=mesh.ndim):
         layout = Layout.from_placements(mesh, placements, tensor.ndim)
         found.append(layout)
-        if any(len(axes) > 1 for axes in layout.cuts):
-            found.append(Layout.of(mesh, [tuple(reversed(axes)) for axes in layout.cuts], layout.partials))
+        if any(len(axes) > 1 for axes in layout.shard_axes):
+            found.append(Layout.of(mesh, [tuple(reversed(axes)) for axes in layout.shard_axes], layout.partials))
     return found
 
 

@@ -312,7 +312,7 @@ def resolve_layout(mesh: DeviceMesh, placements: Any, ndim: int) -> Layout:
 def _gradient_layout(where: str, layout: Layout, placements: Any, shape: tuple[int, ...]) -> Layout:
     """The layout that was asked for the gradient of a block under ``layout``: its blocks must have the same shapes."""
     wanted = Layout.resolve(layout.mesh, placements, len(shape))
-    if wanted.cuts != layout.cuts:
+    if wanted.shard_axes != layout.shard_axes:
         raise ValueError(
             f"{where}: grad_placements {list(wanted.placements)} shard otherwise than the value, which has "
             f"{list(layout.placements)}: the gradient of a local tensor has its shape, so only Replicate and Partial "
@@ -325,7 +325,7 @@ def _even_global_shape(local_tensor: Any, layout: Layout) -> tuple[int, ...]:
     sizes = layout.mesh.shape
     return tuple(
         size * math.prod(sizes[axis] for axis in axes)
-        for size, axes in zip(local_tensor.shape, layout.cuts, strict=True)
+        for size, axes in zip(local_tensor.shape, layout.shard_axes, strict=True)
     )
 
 

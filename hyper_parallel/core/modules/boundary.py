@@ -123,7 +123,7 @@ class InputBoundary:
         if layout.is_replicated:
             return tuple(plain.shape)
         shape = list(plain.shape)
-        for dim, axes in enumerate(layout.cuts):
+        for dim, axes in enumerate(layout.shard_axes):
             if axes:
                 length = self.lengths.get(dim - layout.ndim)
                 if length is None:

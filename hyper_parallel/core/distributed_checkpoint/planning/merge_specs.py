@@ -40,7 +40,9 @@ def _merged(key: str, specs: dict[int, Spec], num_ranks: int) -> Spec:
         assert isinstance(spec, TensorSpec)
         layout = spec.layouts[0]
         ranks = set(layout.mesh.rank_list)
-        alike = not layouts or (layout.cuts == layouts[0].cuts and layout.mesh.shape == layouts[0].mesh.shape)
+        alike = not layouts or (
+            layout.shard_axes == layouts[0].shard_axes and layout.mesh.shape == layouts[0].mesh.shape
+        )
         if layout in layouts or not alike or ranks & seen or not ranks <= set(specs):
             continue
         layouts.append(layout)

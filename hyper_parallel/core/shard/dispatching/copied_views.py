@@ -24,7 +24,7 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor, complete_all
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.shard.dispatching.mixing import PendingWriteError
+from hyper_parallel.core.shard.dispatching.mixing import PartialWriteError
 from hyper_parallel.platform import get_platform
 
 _platform = get_platform()
@@ -97,7 +97,7 @@ class CopiedView(DTensor):
         before = [_platform.version_of(view) for view in views]
         try:
             result = DTensor._on_operator(func, types, args, kwargs)
-        except PendingWriteError:
+        except PartialWriteError:
             if not any(view._finish_sum() for view in written):
                 raise
             result = DTensor._on_operator(func, types, args, kwargs)
@@ -221,7 +221,7 @@ def _is_position(entry: Any) -> bool:
     return hasattr(entry, "__index__") and not isinstance(entry, bool)
 
 
-def block_is_view_but_whole_is_not(name: str, layout: Layout, shape: Sequence[int]) -> bool:
+def local_is_view_but_global_is_not(name: str, layout: Layout, shape: Sequence[int]) -> bool:
     """Whether this rank's block has so few rows that ``name`` may give a view of it where one device copies."""
     if name not in _WHERE_POSSIBLE or layout.mesh.get_coordinate() is None:
         return False

@@ -162,8 +162,8 @@ SPECIAL_OPS.update(
 def _become(tensor: DTensor, order: list[int | None]) -> DTensor:
     """Tell ``tensor``, whose block has changed, its new dims: the old dim for each, None for a new one."""
     shape = tuple(tensor.shape)
-    cuts = [() if dim is None else tensor.layout.cuts[dim] for dim in order]
-    layout = Layout.of(tensor.device_mesh, cuts, tensor.layout.partials)
+    axes = [() if dim is None else tensor.layout.shard_axes[dim] for dim in order]
+    layout = Layout.of(tensor.device_mesh, axes, tensor.layout.partials)
     for remembered in ("_edges", "_gathered_from"):
         tensor.__dict__.pop(remembered, None)
     return _platform.as_dtensor(type(tensor), tensor, layout, tuple(1 if dim is None else shape[dim] for dim in order))
@@ -203,7 +203,7 @@ def _squeeze_(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     dropped = sorted({_dim("squeeze_", dim, len(shape)) for dim in asked if len(shape)})
     dropped = [dim for dim in dropped if shape[dim] == 1]
     for dim in dropped:
-        if tensor.layout.cuts[dim]:
+        if tensor.layout.shard_axes[dim]:
             raise RuntimeError(
                 f"squeeze_: dim {dim} of a tensor of global shape {shape} under {tensor.layout} is sharded, so some "
                 "ranks have nothing of it; redistribute it first, or use squeeze, which makes a new tensor"
