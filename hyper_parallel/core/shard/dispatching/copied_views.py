@@ -55,7 +55,7 @@ class _Source:
         given = dict(zip(("dimension", "size", "step"), self.args, strict=False)) | self.kwargs
         return self.name == "unfold" and given["size"] > given["step"]
 
-    def settles_view(self) -> bool:
+    def is_view_on_one_device(self) -> bool:
         """Whether it is a view on one device too; see the note of this file."""
         if self.is_view is None:
             self.is_view = self.name not in _WHERE_POSSIBLE or self._ask_first_rank()
@@ -118,7 +118,7 @@ class CopiedView(DTensor):
             return self
         version = _platform.version_of(source.base)
         if version is None or version != source.version:
-            if not source.settles_view():
+            if not source.is_view_on_one_device():
                 self._source = None
                 return self
             is_leaf = self.is_leaf and self.requires_grad
@@ -138,7 +138,7 @@ class CopiedView(DTensor):
                     f"not be seen in the next: write into the tensor of global shape {tuple(root._source.base.shape)} "
                     "itself, or into a clone()"
                 )
-            if root._source.name == "detach" or not root._source.settles_view():
+            if root._source.name == "detach" or not root._source.is_view_on_one_device():
                 return
             root = root._source.base
         if root is not self and root.is_leaf and _platform.needs_grad(root):
@@ -164,7 +164,7 @@ class CopiedView(DTensor):
         source = self._source
         if source is None:
             return
-        if not source.settles_view():
+        if not source.is_view_on_one_device():
             self._source = None
             return
         with _platform.no_grad() if source.name == "detach" else nullcontext():
