@@ -38,7 +38,7 @@ def for_model(
     sequence_parallel: bool = False,
     plain_outputs: bool = True,
     split_fused: bool = False,
-    keep_replicated: Iterable[str] = (),
+    keep_whole: Iterable[str] = (),
 ) -> Plan:
     """The plan that cuts ``model``, made from its structure, for :func:`hyper_parallel.parallelize_module`.
 
@@ -46,7 +46,7 @@ def for_model(
     all-gather take the place of each all-reduce, and norms and dropout are shared out. With ``plain_outputs`` the model
     returns plain whole tensors, as on one device; without, logits stay cut on the vocabulary. With ``split_fused`` one
     weight for query, key and value, or for gate and up, becomes parameters of their own, which saves gathers and gives
-    them other names. Modules that match a path of ``keep_replicated`` (with ``*`` and ``**``) are not cut. A model that
+    them other names. Modules that match a path of ``keep_whole`` (with ``*`` and ``**``) are not cut. A model that
     cannot be read is a ``PlanError`` (a ValueError) that names the module.
 
     >>> from hyper_parallel import models
@@ -57,11 +57,9 @@ def for_model(
     platform = get_platform()
     if not isinstance(model, platform.Module):
         raise TypeError(f"plans.for_model takes a model, got {kind_of(model)}")
-    if isinstance(keep_replicated, str):
-        raise TypeError(
-            f"plans.for_model: keep_replicated takes a list of paths; write keep_replicated=[{keep_replicated!r}]"
-        )
-    roles = read_roles(model, tuple(keep_replicated))
+    if isinstance(keep_whole, str):
+        raise TypeError(f"plans.for_model: keep_whole takes a list of paths; write keep_whole=[{keep_whole!r}]")
+    roles = read_roles(model, tuple(keep_whole))
     if not (roles.columns or roles.attentions):
         raise PlanError(_nothing_to_shard(model))
     between = Shard(_sequence_dim(model, roles)) if sequence_parallel else Replicate()

@@ -73,9 +73,9 @@ class _Unreadable(Exception):
         self.to_replicate = to_replicate
 
 
-def read_roles(model: Any, keep_replicated: Iterable[str]) -> Roles:
-    """The roles of the modules of ``model``; those that match ``keep_replicated`` have none."""
-    first, answer = None, list(keep_replicated)
+def read_roles(model: Any, keep_whole: Iterable[str]) -> Roles:
+    """The roles of the modules of ``model``; those that match ``keep_whole`` have none."""
+    first, answer = None, list(keep_whole)
     while True:
         try:
             roles = _read_roles(model, answer)
@@ -86,14 +86,14 @@ def read_roles(model: Any, keep_replicated: Iterable[str]) -> Roles:
         if first is None:
             return roles
         what = "it" if len(answer) == 1 else "what cannot be told"
-        advice = f"Leave {what} replicated with keep_replicated={answer}, or write its styles into the plan"
+        advice = f"Leave {what} replicated with keep_whole={answer}, or write its styles into the plan"
         raise PlanError(f"{first}. {advice if roles.columns or roles.attentions else f'Nothing else can: {BY_HAND}'}")
 
 
-def _read_roles(model: Any, keep_replicated: Iterable[str]) -> Roles:
+def _read_roles(model: Any, keep_whole: Iterable[str]) -> Roles:
     platform = get_platform()
     modules = dict(platform.get_cells_and_names(model))
-    kept = [path for path in modules if any(_is_inside(path, pattern) for pattern in keep_replicated)]
+    kept = [path for path in modules if any(_is_inside(path, pattern) for pattern in keep_whole)]
     skipped = frozenset(kept)
     roles = Roles(blocks=[path for path in modules if _is_list_member(path, modules)])
     outermost = [path for path in roles.blocks if not any(_is_below(path, other) for other in roles.blocks)]

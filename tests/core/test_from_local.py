@@ -15,7 +15,9 @@ from hyper_parallel.platform import get_platform
 from tests.frameworks import backward, dist, distribute_tensor, equal, from_local, grad_of, leaf, ours, write
 from tests.world import run_on_ranks
 
-SIZES_DIFFER = r"from_local under Layout.* got blocks of different sizes \(rank 0: .*rank 1: .*Pass the global shape"
+SIZES_DIFFER = (
+    r"from_local under Layout.* got local tensors of different sizes \(rank 0: .*rank 1: .*Pass the global shape"
+)
 
 
 def rank_and_mesh(*shape):
@@ -170,10 +172,10 @@ def test_a_check_lists_the_sizes_that_no_tensor_has():
     rank, mesh = rank_and_mesh()
     text = raised_by_all(
         lambda: from_local(torch.ones(1 if rank == 1 else 2), mesh, [Shard(0)], run_check=True),
-        "no tensor is cut into these blocks",
+        "no tensor is sharded into these local tensors",
     )
     assert "rank 0: (2,), rank 1: (1,), rank 2: (2,), rank 3: (2,)" in text
-    assert "they give (7,), which is cut into blocks of (2,), (2,), (2,), (1,)" in text
+    assert "they give (7,), which is sharded into (2,), (2,), (2,), (1,)" in text
 
 
 @run_on_ranks(4)

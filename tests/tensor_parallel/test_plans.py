@@ -274,12 +274,12 @@ class Odd(nn.Module):
         (
             Odd(nn.Linear(4, 5)),
             r"cannot tell how to shard 'layers.0.part', a Linear: the linear layers beside each other, layers.0.part "
-            r"\(4 -> 5\).*make no pair.*Leave it replicated with keep_replicated=\['layers.\*.part'\]",
+            r"\(4 -> 5\).*make no pair.*Leave it replicated with keep_whole=\['layers.\*.part'\]",
         ),
         (
             Odd(nn.ModuleDict({"a": nn.Linear(4, 5), "b": nn.Linear(3, 4)}), nn.Conv1d(1, 1, 1)),
             r"cannot tell how to shard 'layers.0.part', a ModuleDict: .*Leave what cannot be told replicated with "
-            r"keep_replicated=\['layers.\*.part', 'layers.\*.more'\]",
+            r"keep_whole=\['layers.\*.part', 'layers.\*.more'\]",
         ),
         (
             nn.ModuleList([nn.Conv2d(1, 2, 3), nn.LSTM(4, 4)]),
@@ -288,7 +288,7 @@ class Odd(nn.Module):
         (
             Odd(nn.LSTM(4, 4)),
             r"cannot tell how to shard 'layers.0.part', a LSTM with weights of its own \(weight_ih_l0, weight_hh_l0\). "
-            r"Leave it replicated with keep_replicated=\['layers.\*.part'\]",
+            r"Leave it replicated with keep_whole=\['layers.\*.part'\]",
         ),
         (
             nn.Sequential(nn.Conv2d(1, 2, 3)),
@@ -302,8 +302,8 @@ def test_a_refusal_names_the_module(model, said):
         hp.plans.for_model(model)
 
 
-def test_keep_replicated_answers_a_refusal():
-    plan = hp.plans.for_model(Odd(nn.LSTM(4, 4)), keep_replicated=["layers.*.part"])
+def test_keep_whole_answers_a_refusal():
+    plan = hp.plans.for_model(Odd(nn.LSTM(4, 4)), keep_whole=["layers.*.part"])
     assert repr(plan["layers.*.part"]) == "[ReplicateParameters()]"
     assert "ColwiseParallel" in repr(plan["layers.*.up"])
 
@@ -311,8 +311,8 @@ def test_keep_replicated_answers_a_refusal():
 def test_wrong_arguments():
     with pytest.raises(TypeError, match=r"takes a model, got dict"):
         hp.plans.for_model({})
-    with pytest.raises(TypeError, match=r"write keep_replicated=\['head'\]"):
-        hp.plans.for_model(Unknown(), keep_replicated="head")
+    with pytest.raises(TypeError, match=r"write keep_whole=\['head'\]"):
+        hp.plans.for_model(Unknown(), keep_whole="head")
     mixed = nn.ModuleList([nn.MultiheadAttention(4, 2), nn.MultiheadAttention(4, 2, batch_first=True)])
     with pytest.raises(hp.plans.PlanError, match="some attention modules have batch_first=True"):
         hp.plans.for_model(mixed, sequence_parallel=True)

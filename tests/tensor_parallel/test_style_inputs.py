@@ -105,5 +105,7 @@ def test_uneven_plain_blocks_are_an_error_on_every_rank() -> None:
     mesh = _mesh()
     norm = hp.parallelize_module(Norm(8), mesh, hp.SequenceParallel())
     out = norm(ours(torch.randn(2, 3 - mesh.get_local_rank(), 8)))
-    with pytest.raises(RuntimeError, match=r"got blocks of different sizes \(rank 0: \(2, 3, 8\), rank 1: \(2, 2, 8\)"):
+    with pytest.raises(
+        RuntimeError, match=r"got local tensors of different sizes \(rank 0: \(2, 3, 8\), rank 1: \(2, 2, 8\)"
+    ):
         out.full_tensor()

@@ -17,7 +17,9 @@ def reshard(
     shard: Annotated[
         list[str] | None,
         typer.Option(
-            help="The mesh axes that shard each dim, as in 'layers.*.weight=tp,None' or '**=dp+tp'. Repeatable."
+            "--shard",
+            "--cut",
+            help="The mesh axes that shard each dim, as in 'layers.*.weight=tp,None' or '**=dp+tp'. Repeatable.",
         ),
     ] = None,
     max_file_size: FileSize = None,
