@@ -177,7 +177,7 @@ def test_wrong_use_is_named() -> None:
     cut = hp.distribute_tensor(tensor(4), mesh, [hp.Shard(0)])
     with pytest.raises(RuntimeError, match=r"_foreach_add: a plain tensor of shape \(4,\) meets a distributed one"):
         torch._foreach_add([cut], [tensor(4)])
-    with pytest.raises(ValueError, match="_foreach_add: the tensors lie on different meshes"):
+    with pytest.raises(ValueError, match="_foreach_add: the tensors are on different meshes"):
         torch._foreach_add([cut], [hp.distribute_tensor(tensor(4), other_mesh, [hp.Shard(0)])])
 
 

@@ -1,6 +1,6 @@
 """Device meshes: ranks arranged on named axes, the process groups over their lines, and meshes cut out of meshes.
 
-Where ranks lie is the arithmetic of :mod:`rank_grid`, how meshes are cut is in :mod:`mesh_cutting`.
+Where ranks lie is the arithmetic of :mod:`rank_grid`, how meshes are cut is in :mod:`submeshes`.
 
 A mesh is a description: building one, cutting sub-meshes out of it, comparing or pickling it never communicates. A
 group is made when :meth:`DeviceMesh.get_group` first asks for it, and shared by all meshes with that line of ranks.
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from hyper_parallel.core.dtensor import mesh_cutting
+from hyper_parallel.core.dtensor import submeshes
 from hyper_parallel.core.dtensor.mesh_context import enter_mesh, leave_mesh
 from hyper_parallel.core.dtensor.mesh_description import (
     Ranks,
@@ -201,7 +201,7 @@ class DeviceMesh(RankGrid):
         >>> mesh["tp", "dp"]
         DeviceMesh('cpu', (tp=2, dp=2), ranks=[[0, 4], [1, 5]])
         """
-        return mesh_cutting.submesh(self, names)
+        return submeshes.submesh(self, names)
 
     def _derive(self, blocks: Ranks, names: tuple[str, ...] | None) -> DeviceMesh:
         """The mesh of this family that lies around this rank, or around the first one of this mesh."""
@@ -221,7 +221,7 @@ class DeviceMesh(RankGrid):
         >>> mesh["dp_cp", "tp"].shape
         (4, 2)
         """
-        return mesh_cutting.flatten(self, name)
+        return submeshes.flatten(self, name)
 
     def unflatten(self, axis: Axis, sizes: Sequence[int], names: Sequence[str] | None = None) -> DeviceMesh:
         """The same ranks with one axis split into several.
@@ -230,7 +230,7 @@ class DeviceMesh(RankGrid):
         >>> mesh.unflatten("dp", (2, 2), ("replicate", "shard"))
         DeviceMesh('cpu', (replicate=2, shard=2, tp=2), ranks=[[[0, 1], [2, 3]], [[4, 5], [6, 7]]])
         """
-        return mesh_cutting.unflatten(self, axis, sizes, names)
+        return submeshes.unflatten(self, axis, sizes, names)
 
     @staticmethod
     def concatenate(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
@@ -240,7 +240,7 @@ class DeviceMesh(RankGrid):
         >>> DeviceMesh.concatenate([mesh["tp"], mesh["dp"]]) == mesh["tp", "dp"]
         True
         """
-        return mesh_cutting.concatenate(meshes)
+        return submeshes.concatenate(meshes)
 
     # ---------------------------------------------------------------- as a value
 

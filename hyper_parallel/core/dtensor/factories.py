@@ -45,7 +45,7 @@ def _constant(value: Any) -> Block:
         local = platform.full(local_shape, value, dtype=dtype, device=device)
         for axis, op in enumerate(layout.partials):
             if op is not None and not layout.mesh.leads((axis,)):
-                local = platform.neutral_like(local, op)
+                local = platform.identity_like(local, op)
         return local
 
     return block

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
-from hyper_parallel.core.dtensor.layout import Layout, Shape, layouts_alive
+from hyper_parallel.core.dtensor.layout import Layout, Shape, _interned
 
 
 class RankQuestions:
@@ -26,7 +26,7 @@ class RankQuestions:
         self._mesh = mesh
         self._lengths: dict[DeviceMesh, dict[tuple[Layout, Shape], None]] = {}
         self._placed: dict[DeviceMesh, list[tuple[Layout, Shape]]] = {}
-        for layout in layouts_alive():
+        for layout in list(_interned.values()):
             if layout.mesh.root is mesh.root and layout.dim_axes is not None:
                 own = layout.mesh.get_coordinate()
                 asked = self._lengths.setdefault(layout.mesh, {})

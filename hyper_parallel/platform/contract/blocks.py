@@ -22,7 +22,7 @@ class Blocks(ABC):
 
     @staticmethod
     @abstractmethod
-    def reduce_whole(tensor: Any, group: Any, op: Any) -> Any:
+    def all_reduce_blocks(tensor: Any, group: Any, op: Any) -> Any:
         """The reduction over the group, whole on every rank; ``tensor`` is kept."""
 
     @staticmethod
@@ -42,7 +42,7 @@ class Blocks(ABC):
 
     @staticmethod
     @abstractmethod
-    def neutral_like(tensor: Any, op: Any) -> Any:
+    def identity_like(tensor: Any, op: Any) -> Any:
         """What leaves a reduction unchanged: zeros for a sum, ones for a product, the tensor itself for the others."""
 
     @staticmethod
@@ -154,7 +154,7 @@ class Blocks(ABC):
 
     @staticmethod
     @abstractmethod
-    def losing_value(dtype: Any, op: Any) -> Any:
+    def extreme_identity(dtype: Any, op: Any) -> Any:
         """The value that every other one beats in a maximum (``op`` "max") or a minimum ("min")."""
 
     @staticmethod

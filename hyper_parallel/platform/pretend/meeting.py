@@ -13,7 +13,15 @@ from typing import Any
 from hyper_parallel.platform.checks.collective_checks import disagreement, disagreement_text, short, spell_call
 from hyper_parallel.platform.pretend.turns import Turns
 
+_ORDINALS = {2: "2nd", 3: "3rd"}
 GroupKey = tuple[tuple[int, ...], int]  # the ranks, and how many groups of these ranks its members had made before
+
+
+def _spell(key: GroupKey) -> str:
+    ranks, number = key
+    return f"the group {short(ranks)}" + (
+        f" (the {_ORDINALS.get(number, f'{number}th')} of these ranks)" if number > 1 else ""
+    )
 
 
 class _Slot:
@@ -42,8 +50,7 @@ class MeetingPlace:
         lines = []
         for (key, number), slot in self._slots.items():
             for place, call in slot.calls.items() if len(slot.calls) < len(key[0]) else ():
-                where = f"number {number} in the group {short(key[0])}"
-                lines.append(f"  rank {key[0][place]}: {spell_call(call)}, {where}")
+                lines.append(f"  rank {key[0][place]}: {spell_call(call)}, number {number} in {_spell(key)}")
         for (key, source, _, _), box in self._mail.items():
             lines += [f"  rank {key[0][source]}: {spell_call(call)}" for call, _ in box]
         self._slots.clear()
@@ -75,7 +82,7 @@ class MeetingPlace:
 
         def describe() -> str:
             absent = [rank for other, rank in enumerate(ranks) if other not in slot.calls]
-            return f"{spell_call(slot.calls[place])}, number {number} in the group {short(ranks)}, waits for {absent}"
+            return f"{spell_call(slot.calls[place])}, number {number} in {_spell(key)}, waits for {absent}"
 
         came = self.turns.wait_until(ranks[place], lambda: self.is_complete(key, slot), describe, has_limit)
         if slot.problem is not None:
@@ -109,7 +116,7 @@ class MeetingPlace:
 
         def describe() -> str:
             whom = "any rank" if source is None else f"rank {ranks[source]}"
-            return f"{spell_call(call)} in the group {short(ranks)} waits for a message from {whom}"
+            return f"{spell_call(call)} in {_spell(key)} waits for a message from {whom}"
 
         def has_come() -> bool:
             return self.sender(key, source, target, tag) is not None

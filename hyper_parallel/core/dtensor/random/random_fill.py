@@ -51,7 +51,7 @@ def random_block(
     block = platform.from_numpy(_MAKERS[kind](draw, region, **parameters), dtype, device)
     for place, op in zip(coordinate, layout.partials, strict=True):
         if op is not None and place != 0:
-            block = platform.neutral_like(block, op)
+            block = platform.identity_like(block, op)
     return block
 
 

@@ -57,7 +57,7 @@ def check_gathering(name: str, layouts: list[Any], reason: str) -> None:
     if gathered_ops[name] == 1:
         warnings.warn(
             f"{name} at {where} runs by gathering its inputs ({inputs}): {reason}. The result is right, but every rank "
-            f"computes all of it; register a rule for {name!r} to keep it cut",
+            f"computes all of it; register a rule for {name!r} to keep it sharded",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -73,7 +73,7 @@ def reduce_blocks(
     return Pending(handle, lambda: clone(narrowed(ops.reshape(reduced, tuple(reduced.shape[1:])), dim, 0, sizes[mine])))
 
 
-def reduce_whole(tensor: Any, group: Any, op: str) -> Pending:
+def all_reduce_blocks(tensor: Any, group: Any, op: str) -> Pending:
     """The reduction over the group, whole on every rank; ``tensor`` is kept."""
     with private_api.no_grad():
         own = clone(tensor)
@@ -159,7 +159,7 @@ def embed_block(tensor: Any, box: Region, shape: Sequence[int]) -> Any:
         return clone(padded) if padded is tensor else padded
 
 
-def neutral_like(tensor: Any, op: str) -> Any:
+def identity_like(tensor: Any, op: str) -> Any:
     """What leaves a reduction unchanged: zeros for a sum, ones for a product, the tensor itself for the others."""
     with private_api.no_grad():
         if op == "sum":

@@ -199,7 +199,7 @@ random_state = _RandomState()
 # ---------------------------------------------------------------- what the rules need besides methods of tensors
 
 
-def losing_value(dtype: Any, op: str) -> float | int | bool:
+def extreme_identity(dtype: Any, op: str) -> float | int | bool:
     """The value that every other one beats in a maximum (``op`` "max") or a minimum ("min")."""
     name = dtype_name(dtype)
     if name.startswith(("float", "bfloat")):
