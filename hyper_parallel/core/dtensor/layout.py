@@ -46,17 +46,9 @@ class Layout:
     (2, 3)
     """
 
-    __slots__ = (  # fmt: skip
-        "__weakref__",
-        "_gradient",
-        "_placed",
-        "_placements",
-        "_regions",
-        "dim_axes",
-        "mesh",
-        "partials",
-        "plans",
-    )
+    __slots__ = (
+        "__weakref__", "_gradient", "_placed", "_placements", "_regions", "dim_axes", "mesh", "partials", "plans",
+    )  # fmt: skip
 
     _gradient: Layout | None
     _placed: set[Shape]  # what `deciding_region` was asked about
