@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from hyper_parallel.cli.main import app
 
-only_on = "torch"
+only_on = "torch"  # which executes the run; on MindSpore test_on_mindspore.py asks it
 
 SMALL = ("dry-run", "llama-demo", "-d", "tp=2", "--length", "64")
 

@@ -12,8 +12,6 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from hyper_parallel.platform.torch.base.dtensor_base import local_alias
-from hyper_parallel.platform.torch.dry_run.attention_kernels import attention_of
-from hyper_parallel.platform.torch.dry_run.counting_mode import CountingMode
 from hyper_parallel.platform.torch.dry_run.user_lines import user_line
 from hyper_parallel.platform.torch.private_api import NoInterception, next_node_number, node_number
 
@@ -32,7 +30,7 @@ __all__ = [
 
 
 class _Counter:
-    def __init__(self, mode: CountingMode) -> None:
+    def __init__(self, mode: Any) -> None:
         self._mode = mode
 
     def mark(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
@@ -44,7 +42,10 @@ class _Counter:
 
 @contextlib.contextmanager
 def counted(log: Any, device: str) -> Iterator[_Counter]:
-    """Inside, operators run on shapes and are counted as on ``device``."""
+    """Inside, operators run on shapes and are counted as on ``device``. Programs that train do not load any of it."""
+    from hyper_parallel.platform.torch.dry_run.attention_kernels import attention_of
+    from hyper_parallel.platform.torch.dry_run.counting_mode import CountingMode
+
     log.node_number, log.next_node_number = node_number, next_node_number
     mode = CountingMode(log, device)
     with attention_of(device), mode:
