@@ -15,6 +15,7 @@ from hyper_parallel.core.dtensor.comm_recorder import CommRecord, CommRecorder, 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, init_device_mesh
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
 from hyper_parallel.core.dtensor.rank_questions import RankQuestions
+from hyper_parallel.core.shard.dispatching.dispatch import forget_plans
 from hyper_parallel.core.tensor_parallel.parallelize import parallelize_module
 from hyper_parallel.plans.roles import read_roles
 from hyper_parallel.platform import get_platform
@@ -66,7 +67,7 @@ def run_rank(job: Job, rank: int) -> RankRun:
     platform = get_platform()
     member = Member(rank, job.world_size, platform.silent_group)
     log = MemoryLog()
-    with _without_collector(), as_member(member), platform.counted(log, job.device) as counter:
+    with _by_itself(), as_member(member), platform.counted(log, job.device) as counter:
         mesh = init_device_mesh("cpu", tuple(job.degrees.values()), mesh_dim_names=tuple(job.degrees))
         with platform.building_without_memory():
             model, inputs = job.source.build(job.length)
@@ -232,7 +233,7 @@ def _tensors_in(inputs: Any) -> list[Any]:
 
 
 @contextmanager
-def _without_collector() -> Iterator[None]:
+def _by_itself() -> Iterator[None]:
     """Memory is freed when the last reference goes, at the same place in every run; cycles between the steps.
 
     What is there already, a million objects where a few libraries are loaded, is not looked at again.
@@ -244,6 +245,7 @@ def _without_collector() -> Iterator[None]:
     try:
         yield
     finally:
+        forget_plans()  # those of a rank that is no more
         if is_ours:
             gc.unfreeze()
         if was_on:
