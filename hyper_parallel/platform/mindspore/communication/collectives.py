@@ -88,12 +88,11 @@ groups.before_barrier.append(_announce_barrier)
 
 
 def _check_has_memory(function: str, data: Tensor, group: ProcessGroup) -> None:
-    if is_meta(data):
+    if is_meta(data) and not group.transport.carries_meta:
         device = get_device_type()
         raise ValueError(
             f"{function} {where(group)}: the tensor of shape {tuple(data.shape)} is on meta, but the group "
-            f"communicates "
-            f"tensors on {device}; move it with .to({device!r})"
+            f"communicates tensors on {device}; move it with .to({device!r})"
         )
 
 
@@ -168,7 +167,7 @@ def all_reduce(data: Tensor, group_info: Any, async_op: bool = False, op: str = 
     _check_writable("all_reduce", data, group)
     if observers:
         notify_observers("all_reduce", group, data, async_op)
-    return _given(*transports.get_transport().all_reduce(group.channel, data, op, async_op), async_op)
+    return _given(*group.transport.all_reduce(group.channel, data, op, async_op), async_op)
 
 
 def all_gather_into_tensor(data: Tensor, group_info: Any, async_op: bool = False, *, out: Tensor | None = None) -> Any:
@@ -185,7 +184,7 @@ def all_gather_into_tensor(data: Tensor, group_info: Any, async_op: bool = False
         return _written(own_copy(data).reshape(shape), DONE, async_op, out)
     if observers:
         notify_observers("all_gather_into_tensor", group, data, async_op)
-    return _written(*transports.get_transport().all_gather(group.channel, data, whole), async_op, out)
+    return _written(*group.transport.all_gather(group.channel, data, whole), async_op, out)
 
 
 def reduce_scatter_tensor(
@@ -210,8 +209,7 @@ def reduce_scatter_tensor(
         return _written(own_copy(data), DONE, async_op, out)
     if observers:
         notify_observers("reduce_scatter_tensor", group, data, async_op)
-    transport = transports.get_transport()
-    return _written(*transport.reduce_scatter(group.channel, data, op, part, async_op), async_op, out)
+    return _written(*group.transport.reduce_scatter(group.channel, data, op, part, async_op), async_op, out)
 
 
 def broadcast(data: Tensor, src: int, group: Any, async_op: bool = False) -> Any:
@@ -223,7 +221,7 @@ def broadcast(data: Tensor, src: int, group: Any, async_op: bool = False) -> Any
     _check_writable("broadcast", data, group)
     if observers:
         notify_observers("broadcast", group, data, async_op)
-    return _given(*transports.get_transport().broadcast(group.channel, data, place), async_op)
+    return _given(*group.transport.broadcast(group.channel, data, place), async_op)
 
 
 def all_to_all_single(
@@ -260,7 +258,7 @@ def all_to_all_single(
         return own_copy(input_tensor).reshape(output_shape), DONE if async_op else None
     if observers:
         notify_observers("all_to_all_single", group, input_tensor, async_op)
-    output, handle = transports.get_transport().all_to_all(group.channel, input_tensor, output_shape, sent, received)
+    output, handle = group.transport.all_to_all(group.channel, input_tensor, output_shape, sent, received)
     if async_op:
         return output, handle
     handle.wait()
@@ -276,7 +274,7 @@ def isend(tensor: Tensor, dst: int | None = None, group: Any = None, tag: int = 
     place = _peer_of("isend", dst, "dst", group)
     if observers:
         notify_observers("isend", group, tensor, True)
-    return transports.get_transport().send(group.channel, tensor, place, tag)
+    return group.transport.send(group.channel, tensor, place, tag)
 
 
 def irecv(tensor: Tensor, src: int | None = None, group: Any = None, tag: int = 0) -> Any:
@@ -288,14 +286,14 @@ def irecv(tensor: Tensor, src: int | None = None, group: Any = None, tag: int = 
     _check_writable("irecv", tensor, group)
     if observers:
         notify_observers("irecv", group, tensor, True)
-    return transports.get_transport().receive(group.channel, tensor, place, tag)
+    return group.transport.receive(group.channel, tensor, place, tag)
 
 
 def exchange(tensor: Tensor, peer_rank: int, group: ProcessGroup) -> Tensor:
     """Send to and receive from the same world rank."""
     if observers:
         notify_observers("p2p_exchange", group, tensor, False)
-    return transports.get_transport().exchange(group.channel, detached(tensor), group.ranks.index(peer_rank))
+    return group.transport.exchange(group.channel, detached(tensor), group.ranks.index(peer_rank))
 
 
 def _checked_for_message(function: str, data: Any, group_info: Any) -> ProcessGroup:
@@ -313,7 +311,7 @@ def send_object_list(obj_list: list[Any], dst: int | None = None, group: Any = N
     if not obj_list:
         return
     mine = describe_objects("send_object_list", objects=len(obj_list), peer=dst) if COMPARES_RANKS else None
-    transports.get_transport().send_bytes(group.channel, pickle.dumps((mine, list(obj_list))), place)
+    group.transport.send_bytes(group.channel, pickle.dumps((mine, list(obj_list))), place)
 
 
 def recv_object_list(obj_list: list[Any], src: int | None = None, group: Any = None) -> int | None:
@@ -324,7 +322,7 @@ def recv_object_list(obj_list: list[Any], src: int | None = None, group: Any = N
         raise ValueError(f"recv_object_list {where(group)}: there is no other rank to receive from")
     if not obj_list:
         return src
-    place, data = transports.get_transport().receive_bytes(group.channel, place)
+    place, data = group.transport.receive_bytes(group.channel, place)
     theirs, objects = pickle.loads(data)
     if COMPARES_RANKS:
         mine = describe_objects("recv_object_list", objects=len(obj_list), peer=src)
@@ -355,4 +353,4 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> No
 
 
 def _gathered(obj: Any, group: ProcessGroup) -> list[Any]:
-    return [pickle.loads(part) for part in transports.get_transport().gather_bytes(group.channel, pickle.dumps(obj))]
+    return [pickle.loads(part) for part in group.transport.gather_bytes(group.channel, pickle.dumps(obj))]

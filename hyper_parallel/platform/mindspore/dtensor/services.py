@@ -13,6 +13,7 @@ from mindspore import Parameter, Tensor, mint, nn
 
 from hyper_parallel.platform.checks.collective_observers import observe
 from hyper_parallel.platform.mindspore import private_api
+from hyper_parallel.platform.mindspore.base.memory import from_array
 from hyper_parallel.platform.mindspore.base.tensors import dtype_name, str_to_dtype, tensor_to_numpy
 from hyper_parallel.platform.mindspore.communication.groups import get_process_group_ranks
 from hyper_parallel.platform.mindspore.dtensor.tensor_type import DTensorBase, as_dtensor, local_alias
@@ -37,8 +38,8 @@ def default_dtype() -> Any:
 
 
 def index_tensor(rows: Sequence[Sequence[int]], device: Any) -> Any:
-    """A matrix of int64."""
-    return Tensor(np.asarray([list(row) for row in rows], dtype=np.int64))
+    """A matrix of int64; real also where other tensors are made without memory."""
+    return from_array(np.asarray([list(row) for row in rows], dtype=np.int64))
 
 
 def to_device(tensor: Any, device_type: str) -> Any:

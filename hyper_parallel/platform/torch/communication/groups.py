@@ -36,7 +36,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from hyper_parallel.platform.checks.group_checks import DONE, check_members, global_rank_of, part_of_split
+from hyper_parallel.platform.checks.group_checks import (
+    DONE,
+    check_members,
+    global_rank_of,
+    part_of_split,
+    refuse_member,
+)
 from hyper_parallel.platform.platform import EXISTING_COMM_GROUPS
 from hyper_parallel.platform.shared.membership import current_member
 from hyper_parallel.platform.torch.base import devices
@@ -95,7 +101,7 @@ def init_process_group(
 ) -> None:
     """Join the world. ``backend=None``: Gloo for CPU tensors and the accelerator's own backend, if there is one."""
     global _world_timeout
-    _refuse_member("init_process_group")
+    refuse_member("init_process_group")
     if dist.is_initialized():
         raise RuntimeError(
             f"init_process_group: this process is already rank {dist.get_rank()} of a world of {dist.get_world_size()} "
@@ -133,7 +139,7 @@ def destroy_process_group(group: Any = None) -> None:
     leaving = unwrap_group(group)
     if isinstance(leaving, PretendGroup):
         if leaving.size() == get_world_size():
-            _refuse_member("destroy_process_group")
+            refuse_member("destroy_process_group")
         for ranks in [ranks for ranks, known in EXISTING_COMM_GROUPS.items() if known is leaving]:
             del EXISTING_COMM_GROUPS[ranks]
         return
@@ -150,15 +156,6 @@ def destroy_process_group(group: Any = None) -> None:
     for forget in on_destroy:
         forget(leaving)
     dist.destroy_process_group(leaving)
-
-
-def _refuse_member(function: str) -> None:
-    member = current_member()
-    if member is not None:
-        raise RuntimeError(
-            f"{function}: this thread is rank {member.rank} of a pretend world of {member.world_size}, which is there "
-            "as long as the thread is; call it outside, on a process"
-        )
 
 
 def _forget_world() -> None:
