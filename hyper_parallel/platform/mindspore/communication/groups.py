@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
+from hyper_parallel.platform.checks.collective_observers import announce, observers, telling, wait_observers
 from hyper_parallel.platform.checks.group_checks import (
     DONE,
     check_members,
@@ -270,11 +271,12 @@ def barrier(group: Any = None, async_op: bool = False, device_ids: Sequence[int]
     group = unwrap_group(group)
     if group.size() == 1:
         return DONE if async_op else None
-    for announce in before_barrier:
-        announce(group)
+    call = announce("barrier", group, None, async_op) if observers or wait_observers else None
+    for prepare in before_barrier:
+        prepare(group)
     handle = group.transport.barrier(group.channel)
     if async_op:
-        return handle
+        return telling(handle, call)
     handle.wait()
     return None
 

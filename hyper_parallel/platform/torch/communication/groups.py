@@ -36,6 +36,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
+from hyper_parallel.platform.checks.collective_observers import announce, observers, telling, wait_observers
 from hyper_parallel.platform.checks.group_checks import (
     DONE,
     check_members,
@@ -287,16 +288,17 @@ def barrier(group: Any = None, async_op: bool = False, device_ids: Sequence[int]
     if group.size() == 1:
         return DONE if async_op else None
     wait_until_connected(group)
-    for announce in before_barrier:
-        announce(group)
+    call = announce("barrier", group, None, async_op) if observers or wait_observers else None
+    for prepare in before_barrier:
+        prepare(group)
     if isinstance(group, PretendGroup):
         work = group.barrier()
         if not async_op:
             work.wait()
-        return work if async_op else None
+        return telling(work, call) if async_op else None
     with naming_lost_ranks():
         work = dist.barrier(group, async_op=async_op, device_ids=None if device_ids is None else list(device_ids))
-    return None if work is None else Handle(work)
+    return None if work is None else telling(Handle(work), call)
 
 
 # ---------------------------------------------------------------- making groups
