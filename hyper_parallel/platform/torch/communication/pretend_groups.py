@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from hyper_parallel.platform.checks.call_site import call_site
 from hyper_parallel.platform.checks.collective_checks import disagreement_text
-from hyper_parallel.platform.checks.group_checks import DONE
+from hyper_parallel.platform.checks.group_checks import DONE, nobody_sends_first, nobody_sends_objects
 from hyper_parallel.platform.pretend.meeting import MeetingPlace
 from hyper_parallel.platform.shared.membership import Member, current_member
 
@@ -88,7 +88,7 @@ class SilentGroup(PretendGroup):
         return DONE
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> Any:
-        raise RuntimeError("a silent world cannot say who sends first; name the source of the message")
+        raise nobody_sends_first()
 
     def barrier(self) -> Any:
         return DONE
@@ -100,8 +100,7 @@ class SilentGroup(PretendGroup):
         pass
 
     def receive_objects(self, num_objects: int, place: int | None) -> tuple[int, list[bytes]]:
-        sender = "another rank" if place is None else f"rank {self.ranks[place]}"
-        raise RuntimeError(f"only {sender} knows the objects that it would send here, and a silent world has no others")
+        raise nobody_sends_objects(None if place is None else self.ranks[place])
 
 
 class MeetingGroup(PretendGroup):
