@@ -9,7 +9,7 @@ import torch
 
 from hyper_parallel.platform.contract.tables import takes_from
 from hyper_parallel.platform.platform import Platform, PlatformType
-from hyper_parallel.platform.torch.base import devices, dtensor_base, tensors
+from hyper_parallel.platform.torch.base import devices, dtensor_base, returnable_memory, tensors
 from hyper_parallel.platform.torch.communication import (
     coalesced,
     collectives,
@@ -35,6 +35,7 @@ from hyper_parallel.platform.torch.modules import (
     micro_batch,
     modules,
     optimizer_state,
+    parameter_units,
     parameter_uses,
     raw_bits,
     state,
@@ -75,10 +76,12 @@ from hyper_parallel.platform.torch.takes_over import (
     optimizer_state,
     optimizer_steps,
     overlap,
+    parameter_units,
     parameter_uses,
     python_bodies,
     random_state,
     raw_bits,
+    returnable_memory,
     state,
     symmetric_memory,
     tensors,

@@ -1,0 +1,229 @@
+"""A unit: parameters that are gathered together when a module runs, and whose gradients are reduced together.
+
+``sharded -> launched -> whole -> sharded``. The memory of the whole values is the same for ever, given back and filled
+again, so that several forwards share it and what backward has saved sees the values again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from hyper_parallel.core.fully_shard.flat_buffer import FlatBuffer
+from hyper_parallel.core.fully_shard.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from hyper_parallel.core.fully_shard.sharded_parameter import Place, ShardedParameter
+from hyper_parallel.platform import get_platform
+
+if TYPE_CHECKING:
+    from hyper_parallel.core.fully_shard.root import Root
+    from hyper_parallel.core.fully_shard.unit_gradients import UnitGradients
+
+_platform = get_platform()
+
+SHARDED, LAUNCHED, WHOLE = "sharded", "launched", "whole"
+
+
+class Unit:
+    """Parameters that come and go together."""
+
+    root: Root
+    gradients: UnitGradients
+
+    def __init__(
+        self,
+        modules: Sequence[Any],
+        parameters: Sequence[ShardedParameter],
+        mp_policy: MixedPrecisionPolicy,
+        offload_policy: OffloadPolicy,
+    ) -> None:
+        self.modules = list(modules)
+        self.name = ""
+        self.parameters = list(parameters)
+        self.mp_policy, self.offload_policy = mp_policy, offload_policy
+        #: Units whose parameters modules of this one have too, with their places here.
+        self.lenders: dict[Unit, list[tuple[ShardedParameter, list[Place]]]] = {}
+        self.reshard_after_forward: bool | int = True
+        self.reshard_after_backward = True
+        self.is_unsharded = False  # by the user, until reshard()
+        self.stays_whole = False  # until the end of backward: what could say that it begins was not found
+        self.outlives_backward = False  # a graph of gradients will use the values once more
+        self.was_warned = False
+        self.forward_prefetch: list[Unit] | None = None
+        self.backward_prefetch: list[Unit] | None = None
+        self.depth = 0  # of calls of its modules that are running
+        self.state = SHARDED
+        self._kept_slice: Any = None
+        self._writes: tuple[int, ...] = ()
+        self.buffers = self._make_buffers()
+        self._by_parameter = {p: buffer for buffer in self.buffers for p in buffer.parameters}
+
+    def _make_buffers(self) -> list[FlatBuffer]:
+        alike: dict[Any, list[ShardedParameter]] = {}
+        for p in self.parameters:
+            if p.is_sharded:
+                alike.setdefault((p.axes.key(), p.parameter.dtype), []).append(p)
+        policy = self.offload_policy
+        pinned = policy.pin_memory if isinstance(policy, CPUOffloadPolicy) else None
+        return [FlatBuffer(group, self.compute_dtype(group[0]), pinned) for group in alike.values()]
+
+    def compute_dtype(self, parameter: ShardedParameter) -> Any:
+        """The dtype of the whole value, where it is not the parameter's own."""
+        dtype = self.mp_policy.param_dtype
+        if dtype is None or "float" not in _platform.dtype_name(parameter.parameter.dtype):
+            return None
+        return dtype
+
+    def __repr__(self) -> str:
+        return f"unit {self.name!r}" if self.name else f"the unit of {type(self.modules[0]).__name__}"
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole values."""
+        return sum(buffer.num_bytes for buffer in self.buffers)
+
+    @property
+    def is_frozen(self) -> bool:
+        return not any(p.parameter.requires_grad for p in self.parameters)
+
+    # ---------------------------------------------------------------- between steps
+
+    def refresh(self) -> None:
+        """Follow what the program has done to the parameters since the last pass: replaced them, or their memory."""
+        changed = False
+        for p in self.parameters:
+            module, name = p.places[0]
+            found = _platform.parameter_at(module, name)
+            if found is not p.parameter:
+                p.take(found)
+                changed = True
+        dtypes = {buffer: buffer.parameters[0].parameter.dtype for buffer in self.buffers}
+        if any(p.parameter.dtype != dtypes[buffer] for p, buffer in self._by_parameter.items()):
+            self.free(by_force=True)
+            self.buffers = self._make_buffers()
+            self._by_parameter = {p: buffer for buffer in self.buffers for p in buffer.parameters}
+        if self.state != SHARDED:
+            return
+        for buffer in self.buffers:
+            changed = buffer.refresh() or changed
+        if changed:
+            self._writes = ()
+
+    def writes(self) -> tuple[int, ...]:
+        """What differs after any of the parameters was written to."""
+        return _platform.writes_into([p.parameter for p in self.parameters])
+
+    # ---------------------------------------------------------------- whole values
+
+    def launch(self) -> None:
+        """Start to gather, unless the values are there or on their way."""
+        if self.state != SHARDED or not self.buffers:
+            return
+        self._writes = self.writes()
+        with self.naming("gather of the parameters"):
+            for buffer in self.buffers:
+                buffer.launch()
+        self.state = LAUNCHED
+
+    def bring(self) -> None:
+        """Have the whole values."""
+        self.launch()
+        if self.state == LAUNCHED:
+            with self.naming("gather of the parameters"):
+                for buffer in self.buffers:
+                    buffer.wait()
+            self.state = WHOLE
+
+    def free(self, by_force: bool = False) -> None:
+        """Give the memory of the whole values back."""
+        if self.is_unsharded and not by_force:
+            return
+        if self.state == LAUNCHED:
+            self.bring()
+        if self.state == WHOLE:
+            for buffer in self.buffers:
+                buffer.release()
+            self.state = SHARDED
+
+    def drop_stale(self) -> None:
+        """Give back values that were gathered before the parameters were written to."""
+        if self.state == WHOLE and self._writes != self.writes():
+            self.free(by_force=True)
+
+    def whole_tensors(self) -> list[Any]:
+        """A tensor for each parameter: over the gathered values, or its own memory where it is not sharded."""
+        made = []
+        for p in self.parameters:
+            buffer = self._by_parameter.get(p)
+            if buffer is not None:
+                made.append(buffer.tensor(p))
+            else:
+                block = _platform.detached(p.parameter)
+                dtype = self.compute_dtype(p)
+                made.append(block if dtype is None else _platform.tensor_type_cast(block, dtype))
+        return made
+
+    def check_unwritten(self, writes: tuple[int, ...]) -> None:
+        """Raise if a parameter was written to since ``writes`` was asked for."""
+        now = self.writes()
+        if now == writes:
+            return
+        written = [
+            self.root.name_of(p)
+            for p, before, after in zip(self.parameters, writes, now, strict=True)
+            if before != after and p.is_sharded
+        ]
+        if written:
+            raise RuntimeError(
+                f"fully_shard: {', '.join(map(repr, written))} of {self} changed between forward and backward (an "
+                "optimizer's step, or a copy into it): backward would compute with other values than forward did. Call "
+                "backward first"
+            )
+
+    # ---------------------------------------------------------------- precision at the boundary
+
+    @property
+    def casts_inputs(self) -> bool:
+        return self.mp_policy.param_dtype is not None and self.mp_policy.cast_forward_inputs
+
+    def cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        dtype = self.mp_policy.param_dtype
+        return _platform.apply_to_tensors(lambda value: _platform.cast_fp_tensor(dtype, value), (args, kwargs))
+
+    def cast_outputs(self, outputs: Any) -> Any:
+        dtype = self.mp_policy.output_dtype
+        return _platform.apply_to_tensors(lambda value: _platform.cast_fp_tensor(dtype, value), outputs)
+
+    # ---------------------------------------------------------------- shadows
+
+    def shadow(self, values: Sequence[Any]) -> None:
+        """Let the modules see these values in place of the parameters."""
+        for p, value in zip(self.parameters, values, strict=True):
+            for module, name in p.places:
+                _platform.shadow(module, name, value)
+
+    def unshadow(self) -> None:
+        for p in self.parameters:
+            for module, name in p.places:
+                _platform.unshadow(module, name)
+        for lent in self.lenders.values():
+            for _, places in lent:
+                for module, name in places:
+                    _platform.unshadow(module, name)
+
+    def naming(self, doing: str) -> Any:
+        return _Naming(self, doing)
+
+
+class _Naming:
+    """What fails inside in communication is raised with the unit's name."""
+
+    def __init__(self, unit: Unit, doing: str) -> None:
+        self._unit, self._doing = unit, doing
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if isinstance(error, RuntimeError):
+            text = f"fully_shard, {self._doing} of {self._unit} over {self._unit.parameters[0].axes}: {error}"
+            raise type(error)(text) from error
