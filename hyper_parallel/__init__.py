@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 _DTENSOR = "hyper_parallel.core.dtensor"
 _SHARD = "hyper_parallel.core.shard"
 _MODULES = "hyper_parallel.core.modules"
+_FULLY_SHARD = "hyper_parallel.core.fully_shard"
 _TENSOR_PARALLEL = "hyper_parallel.core.tensor_parallel"
 _HOME_OF = {
     "get_platform": "hyper_parallel.platform",
@@ -50,9 +51,14 @@ _HOME_OF = {
     ),
     "CommRecorder": f"{_DTENSOR}.comm_recorder",
     "draw": "hyper_parallel.drawing.drawing",
-    "fully_shard": "hyper_parallel.core.fully_shard.api",
-    "replicate": "hyper_parallel.core.fully_shard.api",
-    "HSDPModule": "hyper_parallel.core.fully_shard.hsdp_module",
+    "fully_shard": f"{_FULLY_SHARD}.api",
+    "replicate": f"{_FULLY_SHARD}.api",
+    "HSDPModule": f"{_FULLY_SHARD}.hsdp_module",
+    **dict.fromkeys(
+        ("CommFusionPolicy", "CPUOffloadPolicy", "MixedPrecisionPolicy", "OffloadPolicy"), f"{_FULLY_SHARD}.policies"
+    ),
+    "get_model_state_dict": f"{_FULLY_SHARD}.model_state",
+    "set_model_state_dict": f"{_FULLY_SHARD}.model_state",
     "explain": f"{_DTENSOR}.explain",
     "redistribute_local": f"{_DTENSOR}.tensor_redistribution",
     "DFunction": f"{_SHARD}.dfunction",

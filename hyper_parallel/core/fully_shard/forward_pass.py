@@ -108,6 +108,7 @@ class ForwardPass:
         for unit, writes in event.units:
             unit.check_unwritten(writes)
             unit.bring()
+            unit.begin_backward()
             if _platform.is_recording():
                 unit.stays_whole = unit.outlives_backward = True  # a graph of the gradients uses the values again
         self._prefetch(index)
@@ -116,7 +117,7 @@ class ForwardPass:
         """The gradients of a unit have come, by its edge at ``index``."""
         self.root.begin_backward(self)
         self._advance(index)
-        self._close(unit)
+        self._close(unit, gradients)
         return unit.gradients.take(gradients, self.root.in_flight if may_return_later else None)
 
     def _advance(self, index: int) -> None:
@@ -133,9 +134,12 @@ class ForwardPass:
                 unit.launch()
             self._prefetch(index)
             return
-        self._close(event.unit)
+        if _platform.is_recording():
+            return  # backward of the gradients' own graph is still to come, and the values are needed there
+        gradients: list[Any] = [None] * len(event.unit.parameters)
+        self._close(event.unit, gradients)
         if not event.unit.is_frozen and not self.is_recomputed:
-            event.unit.gradients.take([None] * len(event.unit.parameters), self.root.in_flight)
+            event.unit.gradients.take(gradients, self.root.in_flight)
 
     def finish(self) -> None:
         """Do all that is left: backward has ended, or has come to an earlier pass."""
@@ -146,7 +150,11 @@ class ForwardPass:
         self._cursor = len(self._events)
 
     @staticmethod
-    def _close(unit: Unit) -> None:
+    def _close(unit: Unit, gradients: list[Any]) -> None:
+        """Backward is through with the unit; add what a recompute inside of it left to the gradients."""
+        for i, left in enumerate(unit.end_backward()):
+            if left is not None:
+                gradients[i] = left if gradients[i] is None else gradients[i] + left
         unit.outlives_backward = False
         if unit.reshard_after_backward:
             unit.stays_whole = False

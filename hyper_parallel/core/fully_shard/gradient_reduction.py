@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from hyper_parallel.core.dtensor.comm_recorder import attributed
 from hyper_parallel.core.fully_shard.gradient_layout import GradientLayout
 from hyper_parallel.platform import get_platform
 
@@ -31,7 +32,7 @@ class Reduction:
         self._kept: list[Any] = []  # what is being sent
         with unit.naming("reduction of the gradients"):
             for layout in layouts:
-                self._results.append(self._scatter(layout, gradients, device))
+                self._results.append(attributed(f"reduce {unit}", self._scatter, layout, gradients, device))
         self._is_scattered = False
 
     def _scatter(self, layout: GradientLayout, gradients: list[Any], device: Any) -> list[Any]:
@@ -68,7 +69,10 @@ class Reduction:
             for layout, results in zip(self._layouts, self._results, strict=True):
                 if layout.axes.num_replicas > 1:
                     group = layout.axes.replicate_group
-                    self._handles += [_platform.all_reduce(result, group, True)[1] for result in results]
+                    self._handles += [
+                        attributed(f"reduce {self.unit}", _platform.all_reduce, result, group, True)[1]
+                        for result in results
+                    ]
 
     def finish(self) -> list[Any]:
         """This rank's block of each gradient; None for frozen parameters and those that no rank used."""

@@ -68,12 +68,7 @@ class HSDPModule:
         try:
             if unit.depth == 0:
                 forward_pass = root.enter(unit)
-                unit.shadow(forward_pass.values_of(unit))
-                for lender, lent in unit.lenders.items():
-                    values = dict(zip(lender.parameters, forward_pass.values_of(lender), strict=True))
-                    for p, places in lent:
-                        for module, name in places:
-                            _platform.shadow(module, name, values[p])
+                unit.shadow({one: forward_pass.values_of(one) for one in (unit, *unit.lenders)})
             unit.depth += 1
             if unit.casts_inputs:
                 args, kwargs = unit.cast_inputs(args, kwargs)
@@ -86,7 +81,7 @@ class HSDPModule:
                 root.leave(unit, outputs)
             return outputs
         except BaseException:
-            root.abandon()
+            root.leave_by_error(unit)
             raise
 
     def __deepcopy__(self, memo: Any) -> Any:

@@ -130,15 +130,27 @@ class Root:
             if unit.state == "launched":
                 unit.free()  # prefetched, and not used after all
 
-    def abandon(self) -> None:
-        """A forward was left by an exception: no module sees whole values any more, and their memory is given back."""
+    def leave_by_error(self, unit: Unit) -> None:
+        """A forward was left by an exception: no module sees whole values any more, and their memory is given back.
+
+        A recomputed forward ends so as soon as it has made what was asked for: then nothing is given back.
+        """
+        if self._current is not None and self._current.is_recomputed:
+            if unit.depth:
+                unit.depth -= 1
+            if unit.depth == 0:
+                unit.unshadow()
+                self._depth -= 1
+            if self._depth == 0:
+                self._end()
+            return
         self._depth, self._current = 0, None
-        for unit in self.units:
-            unit.depth = 0
-            unit.unshadow()
-            unit.stays_whole = False
-            if unit.reshard_after_forward and not _platform.runs_in_backward():
-                unit.free()
+        for one in self.units:
+            one.depth = 0
+            one.unshadow()
+            one.stays_whole = False
+            if one.reshard_after_forward:
+                one.free()
 
     # ---------------------------------------------------------------- backward
 
@@ -167,6 +179,7 @@ class Root:
             reached.rewind()
         self._active = []
         for unit in self.units:
+            unit.end_backward()
             if unit.reshard_after_backward and not unit.outlives_backward:
                 unit.stays_whole = False
                 unit.free()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from hyper_parallel.core.dtensor.comm_recorder import attributed
 from hyper_parallel.core.fully_shard.flat_buffer import FlatBuffer
 from hyper_parallel.core.fully_shard.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from hyper_parallel.core.fully_shard.sharded_parameter import Place, ShardedParameter
@@ -52,6 +53,9 @@ class Unit:
         self.backward_prefetch: list[Unit] | None = None
         self.depth = 0  # of calls of its modules that are running
         self.state = SHARDED
+        self.runs_backward = False
+        self._leaves: list[Any] | None = None
+        self._leaves_for: Any = None
         self._kept_slice: Any = None
         self._writes: tuple[int, ...] = ()
         self.buffers = self._make_buffers()
@@ -121,7 +125,7 @@ class Unit:
         self._writes = self.writes()
         with self.naming("gather of the parameters"):
             for buffer in self.buffers:
-                buffer.launch()
+                attributed(f"gather {self}", buffer.launch)
         self.state = LAUNCHED
 
     def bring(self) -> None:
@@ -195,13 +199,22 @@ class Unit:
 
     # ---------------------------------------------------------------- shadows
 
-    def shadow(self, values: Sequence[Any]) -> None:
-        """Let the modules see these values in place of the parameters."""
-        for p, value in zip(self.parameters, values, strict=True):
+    def shadow(self, values: dict[Unit, list[Any]]) -> None:
+        """Let the modules see whole values in place of the parameters: of this unit and of those it borrows from."""
+        for p, value in zip(self.parameters, values[self], strict=True):
             for module, name in p.places:
                 _platform.shadow(module, name, value)
+        for lender, lent in self.lenders.items():
+            of_parameter = dict(zip(lender.parameters, values[lender], strict=True))
+            for p, places in lent:
+                for module, name in places:
+                    _platform.shadow(module, name, of_parameter[p])
 
     def unshadow(self) -> None:
+        """Let the modules see their own parameters; while backward runs through them, :meth:`leaves`."""
+        if self.runs_backward:
+            self.shadow({one: one.leaves() for one in (self, *self.lenders)})
+            return
         for p in self.parameters:
             for module, name in p.places:
                 _platform.unshadow(module, name)
@@ -209,6 +222,47 @@ class Unit:
             for _, places in lent:
                 for module, name in places:
                     _platform.unshadow(module, name)
+
+    # Note [Recompute inside of a unit]
+    # What is recomputed inside of a unit calls modules of it, and not the unit: so these see whole values while the
+    # unit's backward runs. They are leaves, for the gradients of the graph that a reentrant recompute makes: its
+    # backward, which runs inside of ours, leaves them there, and they are reduced with the others.
+
+    def leaves(self) -> list[Any]:
+        """Whole values with a gradient of their own, the same objects each time."""
+        wanted = tuple([p.parameter.requires_grad for p in self.parameters])
+        if self._leaves is None or self._leaves_for != (wanted, self.buffers):
+            with _platform.counting_versions(), _platform.no_grad():
+                tensors = self.whole_tensors()
+            self._leaves = [
+                p.value(_platform.set_tensor_requires_grad(tensor) if needs_grad else tensor)
+                for p, tensor, needs_grad in zip(self.parameters, tensors, wanted, strict=True)
+            ]
+            self._leaves_for = (wanted, self.buffers)
+        return self._leaves
+
+    def begin_backward(self) -> None:
+        """Let recomputed code see whole values; see Note [Recompute inside of a unit]."""
+        if not self.runs_backward:
+            self.runs_backward = True
+            if self.depth == 0:
+                self.unshadow()
+
+    def end_backward(self) -> list[Any]:
+        """Take the values away again; the gradients that were left there."""
+        if not self.runs_backward:
+            return []
+        self.runs_backward = False
+        if self.depth == 0:
+            self.unshadow()
+        found = []
+        for leaf in self.leaves():
+            gradient = _platform.get_grad(leaf)
+            if gradient is not None:
+                _platform.set_grad(leaf, None)
+                gradient = _platform.detached(gradient)
+            found.append(gradient)
+        return found
 
     def naming(self, doing: str) -> Any:
         return _Naming(self, doing)
