@@ -31,7 +31,7 @@ class EnterUnit(_platform.Function):  # type: ignore[name-defined]
         ctx.stands_for = [p.parameter if p.layouts.inside is None else None for p in unit.parameters]
         _platform.leave_gradients_missing(ctx)
         values = unit.whole_tensors()
-        frozen = [value for value, p in zip(values, unit.parameters, strict=True) if not p.parameter.requires_grad]
+        frozen = [value for value, needs_grad in zip(values, unit.needs_grad, strict=True) if not needs_grad]
         if frozen:
             _platform.mark_not_differentiable(ctx, frozen)
         return tuple(values)

@@ -52,17 +52,20 @@ class FlatBuffer:
         self._num_whole_elements = end
         self._in_flight: tuple[Any, ...] | None = None
         self._starts = list(self.offsets.values())
+        self._tensors: list[Any] = []
         self.shards: Any = None
         self.memory: Any = None
 
     # ---------------------------------------------------------------- between steps
 
-    def refresh(self) -> bool:
-        """Let the parameters lie side by side, again if a program has given them other memory. Whether it had to."""
-        parameters = [p.parameter for p in self.offsets]
-        if self.shards is not None and self.shards.holds(parameters, self._starts):
-            return False
-        first = _platform.detached(parameters[0])
+    def holds(self) -> bool:
+        """Whether the parameters still lie side by side; a program may have given them other memory."""
+        return self.shards.holds(self._tensors, self._starts)
+
+    def pack(self) -> None:
+        """Let the parameters lie side by side."""
+        self._tensors = [p.parameter for p in self.offsets]
+        first = _platform.detached(self._tensors[0])
         here = _platform.get_device_type()
         if _platform.has_no_memory(first) or str(first.device).lower().startswith(here):
             here = first.device
@@ -72,14 +75,8 @@ class FlatBuffer:
             self._num_shard_elements, first.dtype, "cpu" if on_host else here, bool(self._pinned)
         )
         for p, offset in self.offsets.items():
-            if p.parameter.dtype != first.dtype:
-                raise RuntimeError(
-                    f"fully_shard: the parameters {self.parameters[0].name!r} and {p.name!r} had one dtype and now "
-                    f"have {first.dtype} and {p.parameter.dtype}; convert all parameters of a unit, or shard it anew"
-                )
             self.shards.adopt(p.parameter, offset)
         self.memory = _platform.returnable_memory(self._num_whole_elements, self.dtype, here)
-        return True
 
     # ---------------------------------------------------------------- whole values
 

@@ -53,6 +53,8 @@ class GradientLayout:
             flat = gradient.reshape(1, -1)
             return flat if self.num_rows == 1 else _platform.cat([flat] * self.num_rows, 0)
         if p.lies_straight:
+            if not p.is_padded:
+                return gradient.reshape(self.num_rows, p.segment)
             return _padded(gradient.reshape(-1), p.segment * self.num_rows).reshape(self.num_rows, p.segment)
         parts = [_padded(gradient[box.slices].reshape(-1), p.segment) for box in p.layouts.boxes]
         return _platform.cat(parts, 0).reshape(self.num_rows, p.segment)

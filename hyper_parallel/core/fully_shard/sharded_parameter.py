@@ -43,6 +43,9 @@ class ShardedParameter:
             box.offsets[0] == min(index * boxes[0].sizes[0], self.whole_shape[0]) for index, box in enumerate(boxes)
         )
 
+        #: Whether some rank's part is smaller than the others'.
+        self.is_padded = self.segment * len(boxes) != self.layouts.whole.num_elements
+
     def _sharded(self, parameter: Any) -> Any:
         """The parameter as a distributed one with this rank's part of it, in memory of its own."""
         block = _platform.detached(parameter)

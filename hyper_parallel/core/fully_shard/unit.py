@@ -58,8 +58,10 @@ class Unit:
         self._leaves_for: Any = None
         self._kept_slice: Any = None
         self._writes: tuple[int, ...] = ()
-        self.buffers = self._make_buffers()
-        self._by_parameter = {p: buffer for buffer in self.buffers for p in buffer.parameters}
+        self.needs_grad: tuple[bool, ...] = ()
+        self.buffers: list[FlatBuffer] = []
+        self._by_parameter: dict[ShardedParameter, FlatBuffer] = {}
+        self._is_packed = False
 
     def _make_buffers(self) -> list[FlatBuffer]:
         alike: dict[Any, list[ShardedParameter]] = {}
@@ -87,7 +89,7 @@ class Unit:
 
     @property
     def is_frozen(self) -> bool:
-        return not any(p.parameter.requires_grad for p in self.parameters)
+        return True not in self.needs_grad
 
     # ---------------------------------------------------------------- between steps
 
@@ -100,17 +102,15 @@ class Unit:
             if found is not p.parameter:
                 p.take(found)
                 changed = True
-        dtypes = {buffer: buffer.parameters[0].parameter.dtype for buffer in self.buffers}
-        if any(p.parameter.dtype != dtypes[buffer] for p, buffer in self._by_parameter.items()):
+        tensors = [p.parameter for p in self.parameters]
+        self.needs_grad = _platform.which_need_grad(tensors)
+        if changed or not self._is_packed or not all(buffer.holds() for buffer in self.buffers):
             self.free(by_force=True)
             self.buffers = self._make_buffers()
             self._by_parameter = {p: buffer for buffer in self.buffers for p in buffer.parameters}
-        if self.state != SHARDED:
-            return
-        for buffer in self.buffers:
-            changed = buffer.refresh() or changed
-        if changed:
-            self._writes = ()
+            for buffer in self.buffers:
+                buffer.pack()
+            self._is_packed = True
 
     def writes(self) -> tuple[int, ...]:
         """What differs after any of the parameters was written to."""
@@ -230,7 +230,7 @@ class Unit:
 
     def leaves(self) -> list[Any]:
         """Whole values with a gradient of their own, the same objects each time."""
-        wanted = tuple([p.parameter.requires_grad for p in self.parameters])
+        wanted = self.needs_grad
         if self._leaves is None or self._leaves_for != (wanted, self.buffers):
             with _platform.counting_versions(), _platform.no_grad():
                 tensors = self.whole_tensors()

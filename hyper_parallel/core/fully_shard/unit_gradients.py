@@ -73,11 +73,11 @@ class UnitGradients:
 
     def _plan(self) -> list[GradientLayout]:
         unit = self.unit
-        wanted = (tuple([p.parameter.requires_grad for p in unit.parameters]), tuple(unit.buffers))
+        wanted = (unit.needs_grad, unit.buffers)
         if wanted != self._planned_for:
             alike: dict[Any, list[tuple[int, ShardedParameter]]] = {}
             for i, p in enumerate(unit.parameters):
-                if p.parameter.requires_grad:
+                if unit.needs_grad[i]:
                     dtype = unit.compute_dtype(p) or p.parameter.dtype
                     alike.setdefault((p.axes.key(), dtype), []).append((i, p))
             reduce_dtype = unit.mp_policy.reduce_dtype

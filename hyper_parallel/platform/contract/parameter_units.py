@@ -94,6 +94,11 @@ class ParameterUnits(ABC):
 
     @staticmethod
     @abstractmethod
+    def which_need_grad(parameters: Sequence[Any]) -> tuple[bool, ...]:
+        """For each parameter, whether it asks for a gradient."""
+
+    @staticmethod
+    @abstractmethod
     def shadow(module: Any, name: str, tensor: Any) -> None:
         """Let ``module.<name>`` be ``tensor``; the registered parameter of that name stays as it is."""
 

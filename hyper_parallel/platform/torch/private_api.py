@@ -71,7 +71,11 @@ def is_node_of_backward(node: Any) -> bool:
     return torch._C._will_engine_execute_node(node)
 
 
+_HOOKS: Any = torch.Tensor._backward_hooks
+_LATE_HOOKS: Any = torch.Tensor._post_accumulate_grad_hooks
+
+
 def hooks_of_leaf(node: Any) -> bool:
     """Whether the leaf behind a node that adds to a leaf's gradient has hooks of either kind."""
     leaf = node.variable
-    return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
+    return bool(_HOOKS.__get__(leaf) or _LATE_HOOKS.__get__(leaf))

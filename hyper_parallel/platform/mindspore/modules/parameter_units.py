@@ -32,6 +32,7 @@ __all__ = [
     "scale",
     "shadow",
     "unshadow",
+    "which_need_grad",
     "writes_into",
 ]
 
@@ -57,6 +58,10 @@ def shadow(module: Any, name: str, tensor: Any) -> None:
 
 def unshadow(module: Any, name: str) -> None:
     vars(module).pop(name, None)
+
+
+def which_need_grad(parameters: Sequence[Any]) -> tuple[bool, ...]:
+    return tuple(bool(parameter.requires_grad) for parameter in parameters)
 
 
 def is_recording() -> bool:

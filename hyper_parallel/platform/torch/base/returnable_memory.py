@@ -43,6 +43,7 @@ class ReturnableMemory(parameter_units.ReturnableMemory):
         self._storage = self._flat.untyped_storage()
         self._storage.resize_(0)
         self._parts: dict[tuple[int, int], torch.Tensor] = {}
+        self._targets: tuple[Any, list[int], list[torch.Tensor]] | None = None
 
     def renew(self) -> None:
         self._storage.resize_(self.num_bytes)
@@ -66,23 +67,16 @@ class ReturnableMemory(parameter_units.ReturnableMemory):
     @torch.no_grad()
     def fill_columns(self, rows: torch.Tensor, columns: Sequence[tuple[int, int, int]]) -> None:
         num_rows, width = rows.shape
-        sizes, targets, place = [], [], 0
-        for start, length, offset in columns:
-            if start > place:
-                sizes.append(start - place)
-                targets.append(None)
-            sizes.append(length)
-            targets.append(self.part(offset, num_rows * length).view(num_rows, length))
-            place = start + length
-        if width > place:
-            sizes.append(width - place)
-            targets.append(None)
-        if None not in targets:
-            torch.split_with_sizes_copy(rows, sizes, dim=1, out=targets)
+        if self._targets is None or self._targets[0] is not columns:
+            targets = [self.part(offset, num_rows * size).view(num_rows, size) for _, size, offset in columns]
+            self._targets = (columns, [size for _, size, _ in columns], targets)
+        _, sizes, targets = self._targets
+        covered = sum(sizes)
+        if columns[0][0] != 0 or columns[-1][0] + sizes[-1] != covered:
+            for (start, size, _), target in zip(columns, targets, strict=True):
+                target.copy_(rows[:, start : start + size])
             return
-        for target, column in zip(targets, rows.split(sizes, dim=1), strict=True):
-            if target is not None:
-                target.copy_(column)
+        torch.split_with_sizes_copy(rows if width == covered else rows[:, :covered], sizes, dim=1, out=targets)
 
     @torch.no_grad()
     def fill_boxes(

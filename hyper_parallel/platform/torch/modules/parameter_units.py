@@ -38,8 +38,12 @@ __all__ = [
     "scale",
     "shadow",
     "unshadow",
+    "which_need_grad",
     "writes_into",
 ]
+
+_REQUIRES_GRAD: Any = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+_VERSION: Any = torch.Tensor._version.__get__  # type: ignore[attr-defined]
 
 # ---------------------------------------------------------------- forward
 
@@ -74,6 +78,11 @@ def _replace_flat_weight(module: nn.RNNBase, name: str, tensor: Any) -> None:
     # There is no public name for the list that forward reads; setting an attribute changes it in this way too.
     if name in module._flat_weights_names:
         module._flat_weights[module._flat_weights_names.index(name)] = tensor
+
+
+def which_need_grad(parameters: Sequence[torch.Tensor]) -> tuple[bool, ...]:
+    with NoInterception():
+        return tuple([_REQUIRES_GRAD(parameter) for parameter in parameters])
 
 
 def is_recording() -> bool:
@@ -134,7 +143,8 @@ def adds_to_leaves(ctx: Any) -> bool:
             return False  # backward(inputs=...) that asks for others
     except RuntimeError:
         return False  # torch.autograd.grad
-    return not any(map(hooks_of_leaf, leaves))
+    with NoInterception():
+        return not any(map(hooks_of_leaf, leaves))
 
 
 def add_to_grad(parameter: torch.Tensor, block: torch.Tensor) -> None:
@@ -148,7 +158,7 @@ def add_to_grad(parameter: torch.Tensor, block: torch.Tensor) -> None:
 
 def writes_into(parameters: Sequence[torch.Tensor]) -> tuple[int, ...]:
     with NoInterception():
-        return tuple([torch.Tensor._version.__get__(parameter) for parameter in parameters])  # type: ignore[attr-defined]
+        return tuple([_VERSION(parameter) for parameter in parameters])
 
 
 @torch.no_grad()
