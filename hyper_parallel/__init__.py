@@ -58,6 +58,8 @@ _HOME_OF = {
         ("CommFusionPolicy", "CPUOffloadPolicy", "MixedPrecisionPolicy", "OffloadPolicy"), f"{_FULLY_SHARD}.policies"
     ),
     "get_model_state_dict": f"{_FULLY_SHARD}.model_state",
+    "hsdp_sync_stream": f"{_FULLY_SHARD}.mean_share",
+    "share_of_mean": f"{_FULLY_SHARD}.mean_share",
     "set_model_state_dict": f"{_FULLY_SHARD}.model_state",
     "explain": f"{_DTENSOR}.explain",
     "redistribute_local": f"{_DTENSOR}.tensor_redistribution",

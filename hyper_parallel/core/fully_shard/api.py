@@ -69,8 +69,7 @@ def fully_shard(
     _check("fully_shard", modules)
     axes = DataAxes(_mesh_for("fully_shard", mesh), shard_axes, "fully_shard")
     options = _Options(axes, shard_placement_fn, mp_policy, offload_policy, ignored_params, replicate_params)
-    options.reshard_after_forward = True if reshard_after_forward is None else reshard_after_forward
-    _check_reshard(options.reshard_after_forward, axes)
+    options.reshard_after_forward = _checked_reshard(reshard_after_forward, axes)
     _shard(modules, options, units, "fully_shard")
     return module
 
@@ -163,13 +162,15 @@ def _check(where: str, modules: list[Any]) -> None:
             )
 
 
-def _check_reshard(wanted: Any, axes: DataAxes) -> None:
-    if isinstance(wanted, bool):
-        return
+def _checked_reshard(wanted: Any, axes: DataAxes) -> bool | int:
+    if wanted is None or isinstance(wanted, bool):
+        return True if wanted is None else wanted
     if not isinstance(wanted, int) or wanted < 1:
         raise ValueError(f"fully_shard: reshard_after_forward is True, False or a number of ranks, got {wanted!r}")
-    if wanted not in (1, axes.num_shards):
-        axes.inner_group(wanted, "fully_shard")
+    if wanted in (1, axes.num_shards):
+        return wanted != 1  # all on one rank: nothing is given back; a part on each of all ranks: everything is
+    axes.check_inner(wanted, "fully_shard")
+    return wanted
 
 
 def _mesh_for(where: str, mesh: DeviceMesh | None) -> DeviceMesh:

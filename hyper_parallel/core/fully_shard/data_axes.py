@@ -47,15 +47,18 @@ class DataAxes:
     def replicate_group(self) -> Any:
         return self.mesh.get_group(self.replicate_axes)
 
-    def inner_group(self, num_ranks: int, where: str) -> Any:
-        """The group of ``num_ranks`` neighbours on the shard axes that this rank is one of."""
+    def check_inner(self, num_ranks: int, where: str) -> None:
+        """Raise unless the ranks that shard can be divided into groups of ``num_ranks`` neighbours."""
         if self.num_shards % num_ranks or len(self.shard_axes) != 1:
             raise ValueError(
                 f"{where}: reshard_after_forward={num_ranks} does not divide the {self.num_shards} ranks that shard "
                 f"({self}), or these are several axes; give a divisor, on a mesh with one axis that shards"
             )
+
+    def inner_group(self, num_ranks: int) -> Any:
+        """The group of ``num_ranks`` neighbours on the shard axis that this rank is one of."""
         axis = self.shard_axes[0]
-        names = None if self.mesh.mesh_dim_names is None else ("outer", "inner")
+        names = None if self.mesh.mesh_dim_names is None else ("hosts", "neighbours")
         split = self.mesh.unflatten(axis, (self.num_shards // num_ranks, num_ranks), names)
         return split.get_group(axis + 1)
 

@@ -49,8 +49,9 @@ class FlatBuffer:
         self._packed_size = starts[-1] - self._packed_start
         self._columns = [(self.offsets[p] - self._packed_start, p.segment, self.whole_offsets[p]) for p in straight]
         self._boxed = [(p, self.offsets[p] - self._packed_start, self.whole_offsets[p]) for p in other]
-        self._num_whole_elements = end
+        self._num_whole_elements = -(-end // ranks) * ranks  # any divisor of the number of ranks divides it
         self._in_flight: tuple[Any, ...] | None = None
+        self._kept: tuple[Any, Any] | None = None
         self._starts = list(self.offsets.values())
         self._tensors: list[Any] = []
         self.shards: Any = None
@@ -86,8 +87,14 @@ class FlatBuffer:
 
     def launch(self) -> None:
         """Start to gather. forward: all ranks' shards -> whole values; their gradients are reduced by the edge."""
-        group = self.axes.shard_group
         self.memory.renew()
+        if self._kept is not None:
+            kept, group = self._kept
+            out = self.memory.part(0, self._num_whole_elements)
+            self._in_flight = ([_platform.all_gather_into_tensor(kept, group, True, out=out)[1]], None, kept)
+            self._kept = None
+            return
+        group = self.axes.shard_group
         source = self.shards.part(0, self._num_shard_elements)
         if self._pinned is not None:
             source = _platform.to_device(source, _platform.get_device_type())
@@ -122,6 +129,23 @@ class FlatBuffer:
 
     def release(self) -> None:
         self.memory.release()
+
+    # Note [A part of the gathered bytes]
+    # ``reshard_after_forward=n`` keeps on each of n neighbours one n-th of the whole values as they lie in memory,
+    # without regard to where parameters begin: so it works for every shape, cut and dtype. They are gathered again
+    # among the neighbours, who may be on one host, instead of among all ranks.
+
+    def keep_part(self, num_ranks: int) -> None:
+        """Give the whole values back but for this rank's part; see Note [A part of the gathered bytes]."""
+        group = self.axes.inner_group(num_ranks)
+        length = self._num_whole_elements // num_ranks
+        mine = _platform.get_group_local_rank(group) * length
+        self._kept = (_platform.copied(self.memory.part(mine, length)), group)
+        self.memory.release()
+
+    def drop_part(self) -> None:
+        """Forget what :meth:`keep_part` has kept."""
+        self._kept = None
 
     def tensor(self, parameter: ShardedParameter) -> Any:
         """A tensor over the whole value; call it inside ``forward`` of the edge."""

@@ -150,6 +150,18 @@ class HSDPModule:
             for unit, (reduces, all_reduces) in zip(units, before, strict=True):
                 unit.gradients.reduces, unit.gradients.all_reduces = reduces, all_reduces
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of all parameters inside, those in ``main_grad`` too."""
+        for parameter in _platform.parameters_dict(self).values():
+            if getattr(parameter, "main_grad", None) is not None:
+                parameter.main_grad = None
+        framework = getattr(super(), "zero_grad", None)
+        if framework is not None:
+            framework(set_to_none)
+            return
+        for parameter in _platform.parameters_dict(self).values():
+            _platform.set_grad(parameter, None)
+
     def set_gradient_scaling_factor(self, factor: Any) -> None:
         """What sums of gradients over ranks are multiplied by; None: 1 / number of data ranks, or 1 under "sum"."""
         for root in {id(unit.root): unit.root for unit in self._units(True)}.values():

@@ -23,9 +23,9 @@ def get_model_state_dict(model: Any, *, options: Any = None) -> dict[str, Any]:
 def set_model_state_dict(model: Any, model_state_dict: Mapping[str, Any], *, options: Any = None) -> None:
     """Copy values into a model's parameters and buffers, in place; every rank must call it.
 
-    A value is a distributed tensor under any layout, or a whole tensor, of which every rank takes its part. ``options``:
-    ``strict=False`` lets names be missing or too many; ``broadcast_from_rank0`` sends the whole values of rank 0, and
-    the other ranks may give an empty dict.
+    A value is a distributed tensor under any layout, or a whole tensor, of which every rank takes its part.
+    ``options``: ``strict=False`` lets names be missing or too many; ``broadcast_from_rank0`` sends the whole
+    values of rank 0, and the other ranks may give an empty dict.
     """
     broadcasts, strict = (_option(options, name, default) for name, default in _DEFAULTS)
     targets = _platform.get_model_state_dict(model)

@@ -13,8 +13,8 @@ class MixedPrecisionPolicy:
     ``param_dtype``: of the whole parameters in forward and backward, and of what is sent to gather them; the sharded
     parameters keep theirs. ``reduce_dtype``: in which gradients are summed over ranks and micro-batches.
     ``output_dtype``: to which floating outputs of the unit are cast. ``cast_forward_inputs``: cast floating inputs of
-    the unit to ``param_dtype``. ``apply_grad_on_fp32_main_grad``: the gradient of a sharded parameter that is not
-    float32 itself is added up in float32, in ``parameter.main_grad``, and ``grad`` stays None.
+    the unit to ``param_dtype``. ``apply_grad_on_fp32_main_grad``: gradients are added up in float32 in
+    ``parameter.main_grad``, whatever the parameter's dtype, and ``grad`` stays None.
     """
 
     param_dtype: Any = None

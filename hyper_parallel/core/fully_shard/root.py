@@ -111,8 +111,8 @@ class Root:
 
     @staticmethod
     def free_after_forward(unit: Unit) -> None:
-        if unit.reshard_after_forward and unit.depth == 0:
-            unit.free()
+        if unit.depth == 0:
+            unit.free_between()
 
     def _end(self) -> None:
         current, self._current = self._current, None

@@ -38,6 +38,7 @@ class Unit:
         offload_policy: OffloadPolicy,
     ) -> None:
         self.modules = list(modules)
+        self._kind = type(modules[0]).__name__
         self.name = ""
         self.parameters = list(parameters)
         self.mp_policy, self.offload_policy = mp_policy, offload_policy
@@ -53,6 +54,7 @@ class Unit:
         self.backward_prefetch: list[Unit] | None = None
         self.depth = 0  # of calls of its modules that are running
         self.state = SHARDED
+        self.keeps_part = False  # of the whole values; see `FlatBuffer.keep_part`
         self.runs_backward = False
         self._leaves: list[Any] | None = None
         self._leaves_for: Any = None
@@ -80,12 +82,16 @@ class Unit:
         return dtype
 
     def __repr__(self) -> str:
-        return f"unit {self.name!r}" if self.name else f"the unit of {type(self.modules[0]).__name__}"
+        return f"unit {self.name!r}" if self.name else f"the unit of {self._kind}"
 
     @property
     def num_bytes(self) -> int:
         """Of the whole values."""
         return sum(buffer.num_bytes for buffer in self.buffers)
+
+    @property
+    def _num_shards(self) -> int:
+        return min((buffer.axes.num_shards for buffer in self.buffers), default=1)
 
     @property
     def is_frozen(self) -> bool:
@@ -147,10 +153,23 @@ class Unit:
             for buffer in self.buffers:
                 buffer.release()
             self.state = SHARDED
+        elif self.keeps_part:
+            for buffer in self.buffers:
+                buffer.drop_part()
+        self.keeps_part = False
+
+    def free_between(self) -> None:
+        """Give the memory back between forward and backward, or most of it."""
+        if self.state == WHOLE and not self.is_unsharded and 1 < self.reshard_after_forward < self._num_shards:
+            for buffer in self.buffers:
+                buffer.keep_part(self.reshard_after_forward)
+            self.state, self.keeps_part = SHARDED, True
+        elif self.reshard_after_forward is not False:
+            self.free()
 
     def drop_stale(self) -> None:
         """Give back values that were gathered before the parameters were written to."""
-        if self.state == WHOLE and self._writes != self.writes():
+        if (self.state == WHOLE or self.keeps_part) and self._writes != self.writes():
             self.free(by_force=True)
 
     def whole_tensors(self) -> list[Any]:
@@ -245,6 +264,8 @@ class Unit:
         """Let recomputed code see whole values; see Note [Recompute inside of a unit]."""
         if not self.runs_backward:
             self.runs_backward = True
+            if len(self._by_parameter) < len(self.parameters):
+                self._leaves = None  # those that are not sharded may have been given other memory
             if self.depth == 0:
                 self.unshadow()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from hyper_parallel.core.dtensor.distributed_tensor import DTensor
 from hyper_parallel.core.fully_shard.gradient_layout import GradientLayout
 from hyper_parallel.core.fully_shard.gradient_reduction import InFlight, Reduction
 from hyper_parallel.core.fully_shard.policies import CPUOffloadPolicy
@@ -33,6 +34,7 @@ class UnitGradients:
         self._partial_missing: list[bool] = []
         self._layouts: list[GradientLayout] = []
         self._planned_for: Any = None
+        self._has_main_gradients = unit.mp_policy.apply_grad_on_fp32_main_grad
 
     def take(self, gradients: list[Any], later: InFlight | None) -> list[Any] | None:
         """Gradients of whole values, None where there is none; this rank's blocks, or None: never, or by ``later``."""
@@ -45,7 +47,13 @@ class UnitGradients:
         if later is not None:
             later.add(reduction)
             return None
-        return reduction.finish()
+        blocks = reduction.finish()
+        if not self._has_main_gradients:
+            return blocks
+        for p, block in zip(self.unit.parameters, blocks, strict=True):
+            if block is not None:
+                self.deliver(p, block)
+        return None
 
     def take_kept(self) -> None:
         """Reduce what was kept, if anything was; the result goes to ``grad``."""
@@ -107,21 +115,23 @@ class UnitGradients:
 
     def as_gradient(self, p: ShardedParameter, block: Any) -> Any:
         """A reduced block as the sharded parameter wants it: its dtype, and in host memory where that is."""
-        if block.dtype != p.parameter.dtype and not self.has_main_gradient(p):
-            block = _platform.tensor_type_cast(block, p.parameter.dtype)
+        dtype = _platform.str_to_dtype("float32") if self._has_main_gradients else p.parameter.dtype
+        if block.dtype != dtype:
+            block = _platform.tensor_type_cast(block, dtype)
         if isinstance(self.unit.offload_policy, CPUOffloadPolicy):
             block = _platform.to_device(block, "cpu")
         return block
 
-    def has_main_gradient(self, p: ShardedParameter) -> bool:
-        """Whether its gradient is added up in float32 beside the parameter, which is not float32."""
-        return self.unit.mp_policy.apply_grad_on_fp32_main_grad and p.parameter.dtype != _platform.str_to_dtype(
-            "float32"
-        )
-
     def deliver(self, p: ShardedParameter, block: Any) -> None:
         """Add a finished block to the gradient of the sharded parameter."""
-        _platform.add_to_grad(p.parameter, block)
+        if not self._has_main_gradients:
+            _platform.add_to_grad(p.parameter, block)
+            return
+        before = getattr(p.parameter, "main_grad", None)
+        if before is not None:
+            block = _platform.accumulate(_platform.detached(before), block, block.dtype)
+        lawful = p.layouts.between.gradient()
+        p.parameter.main_grad = _platform.as_dtensor(DTensor, _platform.detached(block), lawful, p.shape)
 
     def forget(self) -> None:
         """Drop what was kept."""
