@@ -198,22 +198,26 @@ def _make_unit(modules: list[Any], options: _Options) -> Unit:
     """One unit of the parameters inside the modules that are in no unit yet."""
     owned: dict[int, tuple[Unit, ShardedParameter]] = {}
     inside: list[Unit] = [unit for module in modules for unit in units_in(module)]
+    brought: set[tuple[int, str]] = set()  # places whose value a unit inside brings, its own or borrowed
     for unit in inside:
         owned |= {id(p.parameter): (unit, p) for p in unit.parameters}
+        brought |= {(id(module), name) for p in unit.parameters for module, name in p.places}
+        for lender, lent in unit.lenders.items():
+            owned |= {id(p.parameter): (lender, p) for p, _ in lent}
+            brought |= {(id(module), name) for _, borrowed_at in lent for module, name in borrowed_at}
     places: dict[int, tuple[str, Any, list[Place]]] = {}
     borrowed: dict[Unit, dict[ShardedParameter, list[Place]]] = {}
     for top in modules:
         for path, module in _platform.get_cells_and_names(top):
             for name, parameter in _platform.own_parameters(module).items():
-                if id(parameter) in options.ignored:
+                if id(parameter) in options.ignored or (id(module), name) in brought:
                     continue
                 if id(parameter) not in owned and hasattr(parameter, _SHARDED_AS):
                     owned[id(parameter)] = getattr(parameter, _SHARDED_AS)  # tied, and its other place was sharded
                 if id(parameter) in owned:
                     unit, p = owned[id(parameter)]
                     _platform.install_parameter(module, name, p.parameter)
-                    if not any(place[0] is module and place[1] == name for place in p.places):
-                        borrowed.setdefault(unit, {}).setdefault(p, []).append((module, name))
+                    borrowed.setdefault(unit, {}).setdefault(p, []).append((module, name))
                     continue
                 full = f"{path}.{name}" if path else name
                 places.setdefault(id(parameter), (full, parameter, []))[2].append((module, name))

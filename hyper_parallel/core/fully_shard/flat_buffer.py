@@ -136,12 +136,11 @@ class FlatBuffer:
     # among the neighbours, who may be on one host, instead of among all ranks.
 
     def keep_part(self, num_ranks: int) -> None:
-        """Give the whole values back but for this rank's part; see Note [A part of the gathered bytes]."""
+        """Keep this rank's part, for the next gather; see Note [A part of the gathered bytes]."""
         group = self.axes.inner_group(num_ranks)
         length = self._num_whole_elements // num_ranks
         mine = _platform.get_group_local_rank(group) * length
         self._kept = (_platform.copied(self.memory.part(mine, length)), group)
-        self.memory.release()
 
     def drop_part(self) -> None:
         """Forget what :meth:`keep_part` has kept."""

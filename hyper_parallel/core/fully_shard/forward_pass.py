@@ -77,15 +77,16 @@ class ForwardPass:
         def arrive() -> None:
             self._arrive(index)
 
-        found = _platform.before_backward(tensors_in(outputs), arrive)
-        if not found and not all(one.is_frozen for one in units):
-            unit.stays_whole = True
-            if not unit.was_warned:
+        tensors = tensors_in(outputs)
+        if not _platform.before_backward(tensors, arrive) and not all(one.is_frozen for one in units):
+            for one in units:
+                one.stays_readable = True
+            if not tensors and not unit.was_warned:
                 unit.was_warned = True
                 warnings.warn(
-                    f"fully_shard: {unit} gave no tensor with a gradient that could be found, so that nothing tells "
-                    "when its backward begins: its parameters stay whole until backward has ended. Return tensors in "
-                    "tuples, lists, dicts or dataclasses",
+                    f"fully_shard: {unit} gave no tensor that could be found, so that nothing tells when its backward "
+                    "begins: its parameters stay whole until backward has ended. Return tensors in tuples, lists, "
+                    "dicts or dataclasses",
                     RuntimeWarning,
                     stacklevel=2,
                 )
@@ -110,7 +111,7 @@ class ForwardPass:
             unit.bring()
             unit.begin_backward()
             if _platform.is_recording():
-                unit.stays_whole = unit.outlives_backward = True  # a graph of the gradients uses the values again
+                unit.outlives_backward = True  # a graph of the gradients uses the values again
         self._prefetch(index)
 
     def reduce(self, index: int, unit: Unit, gradients: list[Any], may_return_later: bool) -> list[Any] | None:
@@ -132,6 +133,7 @@ class ForwardPass:
         if isinstance(event, _Left):
             for unit, _ in event.units:
                 unit.launch()
+                unit.outlives_backward = unit.outlives_backward or _platform.is_recording()
             self._prefetch(index)
             return
         if _platform.is_recording():
@@ -157,7 +159,7 @@ class ForwardPass:
                 gradients[i] = left if gradients[i] is None else gradients[i] + left
         unit.outlives_backward = False
         if unit.reshard_after_backward:
-            unit.stays_whole = False
+            unit.stays_readable = False
             unit.free()
 
     def _prefetch(self, index: int) -> None:

@@ -64,6 +64,7 @@ class Root:
             if not current.is_recomputed:
                 one.drop_stale()
             one.bring()
+            one.num_users += 1
         if not current.is_recomputed:
             self._prefetch(unit)
             current.used.append(unit)
@@ -94,25 +95,22 @@ class Root:
         """A module of ``unit`` returns ``outputs``."""
         current = self._current
         assert current is not None
+        records = False
         if not current.is_recomputed:
             records = _platform.is_recording()
             if records:
                 current.leave(unit, outputs)
-            for one in (unit, *unit.lenders):
-                if not (records and self._is_kept(one)):
-                    self.free_after_forward(one)
+        for one in (unit, *unit.lenders):
+            one.num_users -= 1
+            if not current.is_recomputed and one.num_users == 0 and not (records and self._is_kept(one)):
+                one.free_between()
         self._depth -= 1
         if self._depth == 0:
             self._end()
 
     def _is_kept(self, unit: Unit) -> bool:
-        """Whether backward will need it at once, or could not say when."""
-        return unit.stays_whole or unit is self.own_unit or unit is self._last or unit.depth > 0
-
-    @staticmethod
-    def free_after_forward(unit: Unit) -> None:
-        if unit.depth == 0:
-            unit.free_between()
+        """Whether backward will need it at once."""
+        return unit is self.own_unit or unit is self._last
 
     def _end(self) -> None:
         current, self._current = self._current, None
@@ -141,16 +139,14 @@ class Root:
             if unit.depth == 0:
                 unit.unshadow()
                 self._depth -= 1
+                for one in (unit, *unit.lenders):
+                    one.num_users = max(0, one.num_users - 1)
             if self._depth == 0:
                 self._end()
             return
         self._depth, self._current = 0, None
         for one in self.units:
-            one.depth = 0
-            one.unshadow()
-            one.stays_whole = False
-            if one.reshard_after_forward:
-                one.free()
+            one.abandon()
 
     # ---------------------------------------------------------------- backward
 
@@ -181,7 +177,7 @@ class Root:
         for unit in self.units:
             unit.end_backward()
             if unit.reshard_after_backward and not unit.outlives_backward:
-                unit.stays_whole = False
+                unit.stays_readable = False
                 unit.free()
 
     def _recover(self) -> None:

@@ -47,12 +47,15 @@ class Unit:
         self.reshard_after_forward: bool | int = True
         self.reshard_after_backward = True
         self.is_unsharded = False  # by the user, until reshard()
-        self.stays_whole = False  # until the end of backward: what could say that it begins was not found
+        #: Until the end of backward: what could say that it begins was not found on this rank. The unit is gathered
+        #: and given back as on the other ranks, but its memory stays.
+        self.stays_readable = False
         self.outlives_backward = False  # a graph of gradients will use the values once more
         self.was_warned = False
         self.forward_prefetch: list[Unit] | None = None
         self.backward_prefetch: list[Unit] | None = None
         self.depth = 0  # of calls of its modules that are running
+        self.num_users = 0  # units that are running and see its values: itself, and those that borrow from it
         self.state = SHARDED
         self.keeps_part = False  # of the whole values; see `FlatBuffer.keep_part`
         self.runs_backward = False
@@ -149,20 +152,29 @@ class Unit:
             return
         if self.state == LAUNCHED:
             self.bring()
-        if self.state == WHOLE:
-            for buffer in self.buffers:
+        self.state, self.keeps_part = SHARDED, False
+        for buffer in self.buffers:
+            buffer.drop_part()
+            if by_force or not self.stays_readable:
                 buffer.release()
-            self.state = SHARDED
-        elif self.keeps_part:
-            for buffer in self.buffers:
-                buffer.drop_part()
-        self.keeps_part = False
+
+    def abandon(self) -> None:
+        """Give the memory back after an error, also if a gather cannot be completed any more."""
+        self.depth, self.num_users = 0, 0
+        self.stays_readable = self.runs_backward = False
+        self.unshadow()
+        try:
+            self.free()
+        except RuntimeError:
+            self.state = SHARDED  # the ranks have lost each other; what is in flight keeps its memory itself
 
     def free_between(self) -> None:
         """Give the memory back between forward and backward, or most of it."""
         if self.state == WHOLE and not self.is_unsharded and 1 < self.reshard_after_forward < self._num_shards:
             for buffer in self.buffers:
                 buffer.keep_part(self.reshard_after_forward)
+                if not self.stays_readable:
+                    buffer.release()
             self.state, self.keeps_part = SHARDED, True
         elif self.reshard_after_forward is not False:
             self.free()

@@ -2,8 +2,8 @@
 
 Note [Memory that comes back]
 A storage is resized to nothing and back. Tensors over it are made by ``set_`` and are no views of each other: each has
-a version counter of its own, so that refilling the storage does not look like a write into what autograd has saved. A
-tensor that is read while the storage is empty is an error of PyTorch's, never garbage.
+a version counter of its own, so that refilling the storage does not look like a write into what autograd has saved.
+What is read while the storage is empty is an error of PyTorch's or a crash, never garbage.
 """
 
 from __future__ import annotations
