@@ -273,7 +273,7 @@ def run_demo(num_ranks: int, num_steps: int, kill_rank: int | None, svg_path: st
     told: dict[int, dict[str, Any]] = {}
     with Bars(console) as bars:
         on_single = bars.add("one process", num_steps)
-        on_cut = bars.add(f"cut over {num_ranks} processes", num_steps)
+        on_cut = bars.add(f"sharded over {num_ranks} processes", num_steps)
         model = make_model()
 
         def on_step(step: int, loss: float) -> None:
@@ -294,7 +294,7 @@ def run_demo(num_ranks: int, num_steps: int, kill_rank: int | None, svg_path: st
                 else:
                     told[rank] = message
         except RankFailure as failure:
-            console.print(f"The cut run failed: {failure}", style="bold red", markup=False, soft_wrap=True)
+            console.print(f"The sharded run failed: {failure}", style="bold red", markup=False, soft_wrap=True)
             return 1
 
     ranks = [told[rank] for rank in range(num_ranks)]
@@ -313,7 +313,7 @@ def run_demo(num_ranks: int, num_steps: int, kill_rank: int | None, svg_path: st
         console.print(f"The drawing is in {svg_path}.", soft_wrap=True)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     console.print(
-        f"It took {time.perf_counter() - start:.0f} s. {num_ranks} processes share {cores} CPU cores here, so cutting "
+        f"It took {time.perf_counter() - start:.0f} s. {num_ranks} processes share {cores} CPU cores here, so sharding "
         "saves memory and not time.",
         soft_wrap=True,
     )
@@ -321,7 +321,9 @@ def run_demo(num_ranks: int, num_steps: int, kill_rank: int | None, svg_path: st
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Train a small Llama in one process and cut over several; compare.")
+    parser = argparse.ArgumentParser(
+        description="Train a small Llama in one process and sharded over several; compare."
+    )
     parser.add_argument("--ranks", type=int, default=4, help="number of processes (default 4)")
     parser.add_argument("--steps", type=int, default=60, help="training steps (default 60)")
     parser.add_argument("--svg", help="also write the drawing of the layouts to this file")

@@ -22,16 +22,16 @@ class Piece:
     name: str = ""
 
     def __str__(self) -> str:
-        """``4 x 64/tp x 128``: a slash and the mesh axes behind each dim that is cut, a sum where one is pending."""
+        """``4 x 64/tp x 128``: a slash and the mesh axes behind each sharded dim, the reduction of a partial value."""
         dims = [str(size) for size in self.shape]
         if self.layout is not None:
-            for dim, axes in enumerate(self.layout.cuts):
+            for dim, axes in enumerate(self.layout.shard_axes):
                 dims[dim] += "".join(f"/{self.layout.mesh.axis_label(axis)}" for axis in axes)
         text = " x ".join(dims) or "scalar"
-        return f"{text}, {self.pending}" if self.pending else text
+        return f"{text}, {self.partial}" if self.partial else text
 
     @property
-    def pending(self) -> str:
+    def partial(self) -> str:
         """Which reductions have not been made yet, in words."""
         if self.layout is None:
             return ""
@@ -39,11 +39,11 @@ class Piece:
         for axis, op in enumerate(self.layout.partials):
             if op is not None:
                 by_op.setdefault(op, []).append(self.layout.mesh.axis_label(axis))
-        return ", ".join(f"{op} over {' and '.join(axes)} pending" for op, axes in by_op.items())
+        return ", ".join(f"partial {op} over {' and '.join(axes)}" for op, axes in by_op.items())
 
     def intervals(self, dim: int) -> list[tuple[int, int, int]]:
-        """(start, length, owner) of the parts of a dim; the owner numbers the ranks along the axes that cut it."""
-        axes = () if self.layout is None else self.layout.cuts[dim]
+        """(start, length, owner) of the parts of a dim; the owner numbers the ranks along the axes that shard it."""
+        axes = () if self.layout is None else self.layout.shard_axes[dim]
         parts = [(0, self.shape[dim])]
         for axis in axes:
             count = self.layout.mesh.shape[axis]  # type: ignore[union-attr]

@@ -1,7 +1,7 @@
 """A scene as SVG: modules from top to bottom, tensors as tiles whose colours are the ranks that hold the parts.
 
 A tile shows the last two dims of a tensor, rows and columns. Grey is whole on every rank, stripes are parts, hatching
-is a reduction that is still pending, a dashed outline is a plain tensor.
+is a partial value, a reduction still to do, a dashed outline is a plain tensor.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hyper_parallel.drawing.scene import (
 )
 
 _COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee8866", "#99aabb")
-_WHOLE, _INK, _FAINT, _LINE = "#c9ced6", "#1f2933", "#67717e", "#d5dae1"
+_REPLICATED, _INK, _FAINT, _LINE = "#c9ced6", "#1f2933", "#67717e", "#d5dae1"
 _COMM_FILL, _COMM_INK = "#fff1d6", "#8a4b00"
 _WIDTH, _MARGIN = 940, 24
 _NAME_X, _PARAMETER_X, _IN_X, _OUT_X = 40, 236, 496, 712
@@ -41,9 +41,9 @@ def svg_of(scene: Scene) -> str:
     head = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {y:g}" width="{width}" height="{y:g}" '
         'font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif">',
-        f"<title>{escape(scene.title)}: where its tensors lie</title>",
-        '<defs><pattern id="pending" width="6" height="6" patternTransform="rotate(45)" patternUnits="userSpaceOnUse">'
-        f'<rect width="6" height="6" fill="{_WHOLE}"/><line x1="0" y1="0" x2="0" y2="6" stroke="{_INK}" '
+        f"<title>{escape(scene.title)}: the layouts of its tensors</title>",
+        '<defs><pattern id="partial" width="6" height="6" patternTransform="rotate(45)" patternUnits="userSpaceOnUse">'
+        f'<rect width="6" height="6" fill="{_REPLICATED}"/><line x1="0" y1="0" x2="0" y2="6" stroke="{_INK}" '
         'stroke-opacity="0.55" stroke-width="2"/></pattern></defs>',
         f'<rect x="0.5" y="0.5" width="{width - 1}" height="{y - 1:g}" rx="10" fill="#ffffff" stroke="{_LINE}"/>',
         _text(_MARGIN, 34, scene.title, size=18, weight=600),
@@ -121,10 +121,10 @@ def _draw_piece(body: list[str], piece: Piece, x: float, y: float, label: str) -
     body += _tile(piece, x, y + 6)
     text_x = x + _TILE_WIDTH + 10
     body.append(_text(text_x, y + 18, label, size=10.5, fill=_FAINT))
-    shape, _, pending = str(piece).partition(", ")
+    shape, _, partial = str(piece).partition(", ")
     body.append(_text(text_x, y + 33, shape, size=12, mono=True))
-    if pending:
-        body.append(_text(text_x + 24, y + 18, pending, size=10.5, fill="#aa3377"))
+    if partial:
+        body.append(_text(text_x + 24, y + 18, partial, size=10.5, fill="#aa3377"))
 
 
 def _tile(piece: Piece, x: float, y: float) -> Iterable[str]:
@@ -136,10 +136,10 @@ def _tile(piece: Piece, x: float, y: float) -> Iterable[str]:
     ndim = len(piece.shape)
     rows = piece.intervals(ndim - 2) if ndim > 1 else [(0, 1, 0)]
     columns = piece.intervals(ndim - 1) if ndim else [(0, 1, 0)]
-    is_cut = len(rows) * len(columns) > 1
-    backdrop = "url(#pending)" if piece.pending and not is_cut else _WHOLE
+    is_sharded = len(rows) * len(columns) > 1
+    backdrop = "url(#partial)" if piece.partial and not is_sharded else _REPLICATED
     yield f'<rect x="{x:g}" y="{y:g}" {size} rx="3" fill="{backdrop}" stroke="{_INK}" stroke-opacity="0.35"/>'
-    if not is_cut:
+    if not is_sharded:
         return
     height = max(1, sum(length for _, length, _ in rows))
     width = max(1, sum(length for _, length, _ in columns))
@@ -152,15 +152,15 @@ def _tile(piece: Piece, x: float, y: float) -> Iterable[str]:
                     f'fill="{_COLOURS[(row * len(columns) + column) % len(_COLOURS)]}" stroke="#ffffff" '
                     'stroke-width="0.6"/>'
                 )
-    if piece.pending:
-        yield f'<rect x="{x:g}" y="{y:g}" {size} rx="3" fill="url(#pending)" fill-opacity="0.4"/>'
+    if piece.partial:
+        yield f'<rect x="{x:g}" y="{y:g}" {size} rx="3" fill="url(#partial)" fill-opacity="0.4"/>'
 
 
 def _draw_legend(body: list[str], scene: Scene, y: float) -> float:
     parts = max((mesh.size() for mesh in scene.meshes), default=1)
     x = float(_MARGIN)
     entries = [(_COLOURS[part], f"part {part}") for part in range(min(parts, len(_COLOURS)))] if parts > 1 else []
-    for colour, words in [*entries, (_WHOLE, "whole on every rank"), ("url(#pending)", "sum pending")]:
+    for colour, words in [*entries, (_REPLICATED, "replicated"), ("url(#partial)", "partial sum")]:
         body.append(f'<rect x="{x:g}" y="{y:g}" width="14" height="12" rx="2" fill="{colour}"/>')
         body.append(_text(x + 20, y + 10, words, size=11, fill=_FAINT))
         x += 38 + 6.2 * len(words)

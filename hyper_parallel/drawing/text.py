@@ -11,13 +11,13 @@ from rich.text import Text
 
 from hyper_parallel.drawing.scene import CommLine, Line, ModuleLine, Piece, Scene, bytes_in_words, grouped, op_in_words
 
-CUT_STYLE, PENDING_STYLE, COMM_STYLE = "bold cyan", "bold magenta", "yellow"
+SHARDED_STYLE, PARTIAL_STYLE, COMM_STYLE = "bold cyan", "bold magenta", "yellow"
 
 
 def table_of(scene: Scene) -> Table:
     """The scene as a table of rich."""
     ran = any(isinstance(line, CommLine) or line.left is not None for line in scene.lines)
-    caption = "128/tp: this dim is cut over the mesh axis tp; whole on every rank otherwise"
+    caption = "128/tp: this dim is sharded over the mesh axis tp; replicated otherwise"
     table = Table(title=_title(scene), caption=caption, box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("module", no_wrap=True)
     table.add_column("parameters", no_wrap=True)
@@ -59,11 +59,11 @@ def _module_rows(line: ModuleLine, indent: str, ran: bool) -> Iterator[tuple[Any
 
 
 def text_of(piece: Piece | None) -> Text:
-    """``4 x 64/tp x 128`` with the cut dims in colour."""
+    """``4 x 64/tp x 128`` with the sharded dims in colour."""
     if piece is None:
         return Text("")
     made = Text()
-    shape, _, pending = str(piece).partition(", ")
+    shape, _, partial = str(piece).partition(", ")
     for number, dim in enumerate(shape.split(" x ")):
-        made.append(" x " if number else "").append(dim, CUT_STYLE if "/" in dim else "")
-    return made.append(f", {pending}", PENDING_STYLE) if pending else made
+        made.append(" x " if number else "").append(dim, SHARDED_STYLE if "/" in dim else "")
+    return made.append(f", {partial}", PARTIAL_STYLE) if partial else made

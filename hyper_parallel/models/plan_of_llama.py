@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from hyper_parallel.core.dtensor.placement_types import Replicate, Shard
 from hyper_parallel.core.tensor_parallel.style import ColwiseParallel, ParallelStyle, RowwiseParallel
-from hyper_parallel.plans.styles import GatherInputs, SingleDeviceCode, SingleDeviceModel, WholeParameters
+from hyper_parallel.plans.styles import GatherInputs, ReplicateParameters, SingleDeviceCode, SingleDeviceModel
 
 Plan = dict[str, ParallelStyle | list[ParallelStyle]]
 
@@ -24,7 +24,7 @@ def llama_plan(*, sequence_parallel: bool = True, plain_outputs: bool = True) ->
     between = Shard(1) if sequence_parallel else Replicate()
     by_outputs = ColwiseParallel(use_local_output=False)
     by_inputs = RowwiseParallel(output_layouts=between, use_local_output=False)
-    whole = WholeParameters()
+    whole = ReplicateParameters()
     return {
         "": SingleDeviceModel(plain_outputs=plain_outputs),
         "embedding": by_inputs,

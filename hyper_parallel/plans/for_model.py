@@ -18,13 +18,13 @@ from hyper_parallel.core.tensor_parallel.fused_and_head_styles import FusedColwi
 from hyper_parallel.core.tensor_parallel.style import ColwiseParallel, ParallelStyle, RowwiseParallel
 from hyper_parallel.plans.roles import BY_HAND, PlanError, Roles, read_roles
 from hyper_parallel.plans.styles import (
-    ComputedWhole,
-    CutAttention,
-    CutParameters,
+    ComputeReplicated,
     GatherInputs,
+    ReplicateParameters,
+    ShardAttention,
+    ShardParameters,
     SingleDeviceCode,
     SingleDeviceModel,
-    WholeParameters,
 )
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.shared.framework_of import kind_of
@@ -61,7 +61,7 @@ def for_model(
         raise TypeError(f"plans.for_model: keep_whole takes a list of paths; write keep_whole=[{keep_whole!r}]")
     roles = read_roles(model, tuple(keep_whole))
     if not (roles.columns or roles.attentions):
-        raise PlanError(_nothing_to_cut(model))
+        raise PlanError(_nothing_to_shard(model))
     between = Shard(_sequence_dim(model, roles)) if sequence_parallel else Replicate()
     plan = _plan_of(model, roles, between, split_fused)
     plan.setdefault("", []).insert(0, SingleDeviceModel(plain_outputs=plain_outputs))
@@ -97,26 +97,26 @@ def _plan_of(model: Any, roles: Roles, between: Placement, split_fused: bool) ->
         plan.setdefault(path, []).append(style)
     give(roles.rows, lambda: RowwiseParallel(output_layouts=between, use_local_output=False))
     give(roles.attentions, lambda: GatherInputs(output=between))
-    give(roles.attentions, CutAttention if split_fused else lambda: CutParameters(_PACKED))
+    give(roles.attentions, ShardAttention if split_fused else lambda: ShardParameters(_PACKED))
     outs = [f"{path}.out_proj" if path else "out_proj" for path in roles.attentions]
-    give(outs, lambda: CutParameters({"weight": Shard(1)}))
-    give(roles.mixtures, lambda: ComputedWhole(output=between))
+    give(outs, lambda: ShardParameters({"weight": Shard(1)}))
+    give(roles.mixtures, lambda: ComputeReplicated(output=between))
     give(roles.heads, GatherInputs)
     give(roles.heads, lambda: ColwiseParallel(use_local_output=False))
-    cut = {*roles.vocabularies, *roles.columns, *roles.rows, *roles.attentions, *outs, *roles.heads}
+    sharded = {*roles.vocabularies, *roles.columns, *roles.rows, *roles.attentions, *outs, *roles.heads}
     mixed = tuple(f"{path}." for path in roles.mixtures)
     modules = list(platform.get_cells_and_names(model))
     # A parameter that a cut layer shares with the module around it (BERT's head: its bias) lies as the layer says.
     shared = {
-        id(value) for path, module in modules if path in cut for value in platform.own_parameters(module).values()
+        id(value) for path, module in modules if path in sharded for value in platform.own_parameters(module).values()
     }
     for path, module in modules:
-        if path in cut or path in roles.mixtures or (mixed and path.startswith(mixed)):
+        if path in sharded or path in roles.mixtures or (mixed and path.startswith(mixed)):
             continue
         own = platform.own_parameters(module)
-        whole = [name for name, value in own.items() if id(value) not in shared]
-        if whole:
-            plan.setdefault(path, []).append(WholeParameters(None if len(whole) == len(own) else whole))
+        replicated = [name for name, value in own.items() if id(value) not in shared]
+        if replicated:
+            plan.setdefault(path, []).append(ReplicateParameters(None if len(replicated) == len(own) else replicated))
     return plan
 
 
@@ -143,7 +143,7 @@ def _sequence_dim(model: Any, roles: Roles) -> int:
     return 0 if firsts == {False} else 1
 
 
-def _nothing_to_cut(model: Any) -> str:
+def _nothing_to_shard(model: Any) -> str:
     platform = get_platform()
     largest, name, size = "", "", -1
     for path, module in platform.get_cells_and_names(model):

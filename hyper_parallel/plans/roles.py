@@ -68,9 +68,9 @@ class PlanError(ValueError):
 class _Unreadable(Exception):
     """Why a block cannot be read, and the modules that would have to stay whole."""
 
-    def __init__(self, reason: str, whole: list[str]) -> None:
+    def __init__(self, reason: str, to_replicate: list[str]) -> None:
         super().__init__(reason)
-        self.whole = whole
+        self.to_replicate = to_replicate
 
 
 def read_roles(model: Any, keep_whole: Iterable[str]) -> Roles:
@@ -81,13 +81,13 @@ def read_roles(model: Any, keep_whole: Iterable[str]) -> Roles:
             roles = _read_roles(model, answer)
         except _Unreadable as unreadable:
             first = first or unreadable
-            answer += dict.fromkeys(_starred(path) for path in unreadable.whole)
+            answer += dict.fromkeys(_starred(path) for path in unreadable.to_replicate)
             continue
         if first is None:
             return roles
         what = "it" if len(answer) == 1 else "what cannot be told"
-        leave = f"Leave {what} whole with keep_whole={answer}, or write its styles into the plan"
-        raise PlanError(f"{first}. {leave if roles.columns or roles.attentions else f'Nothing else can: {BY_HAND}'}")
+        advice = f"Leave {what} replicated with keep_whole={answer}, or write its styles into the plan"
+        raise PlanError(f"{first}. {advice if roles.columns or roles.attentions else f'Nothing else can: {BY_HAND}'}")
 
 
 def _read_roles(model: Any, keep_whole: Iterable[str]) -> Roles:
@@ -227,13 +227,14 @@ def _roles_by_size(
         found = _pairs(paths, modules)
         if found is None:
             if refuse:
-                whole = _misfits(block, paths, modules)
+                to_replicate = _misfits(block, paths, modules)
+                first = to_replicate[0]
                 listed = ", ".join("{} ({} -> {})".format(path, *_sizes(path, modules)) for path in paths)
                 raise _Unreadable(
-                    f"plans.for_model: cannot tell how to cut {whole[0]!r}, a {type(modules[whole[0]]).__name__}: the "
-                    f"linear layers beside each other, {listed}, make no pair of which one's outputs are the other's "
-                    "inputs",
-                    whole,
+                    f"plans.for_model: cannot tell how to shard {first!r}, a {type(modules[first]).__name__}: "
+                    f"the linear layers beside each other, {listed}, make no pair of which one's outputs are the "
+                    "other's inputs",
+                    to_replicate,
                 )
             continue
         columns += found[0]
@@ -305,8 +306,8 @@ def _refuse_other_weights(inside: list[str], taken: list[str], modules: Mapping[
         weights = _weights(module)
         if weights:
             raise _Unreadable(
-                f"plans.for_model: cannot tell how to cut {path!r}, a {type(module).__name__} with weights of its own "
-                f"({', '.join(weights)})",
+                f"plans.for_model: cannot tell how to shard {path!r}, a {type(module).__name__} with weights of its "
+                f"own ({', '.join(weights)})",
                 [path],
             )
 

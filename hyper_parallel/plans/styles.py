@@ -47,7 +47,7 @@ class SingleDeviceCode(ParallelStyle):
 
         def after(_: Any, inputs: Any, outputs: Any) -> Any:
             promise.__exit__(None, None, None)
-            return map_tensors(whole_and_plain, outputs) if self.plain_outputs else None
+            return map_tensors(to_full_plain, outputs) if self.plain_outputs else None
 
         _platform.register_forward_pre_hook(module, before, prepend=True)
         _platform.register_forward_hook(module, after, always_call=True)
@@ -80,7 +80,7 @@ class SingleDeviceModel(SingleDeviceCode):
         return module
 
 
-class WholeParameters(ParallelStyle):
+class ReplicateParameters(ParallelStyle):
     """The module's own parameters, or those with these ``names``, are whole on every rank; it computes on whatever part
     of the activations comes.
 
@@ -91,7 +91,7 @@ class WholeParameters(ParallelStyle):
         self.names = None if names is None else tuple(names)
 
     def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
-        where = f"WholeParameters on {type(module).__name__}"
+        where = f"ReplicateParameters on {type(module).__name__}"
         for name in _platform.own_parameters(module) if self.names is None else self.names:
             distribute_parameter(
                 module, name, device_mesh, (Replicate(),) * device_mesh.ndim, self.src_data_rank, where
@@ -99,10 +99,10 @@ class WholeParameters(ParallelStyle):
         return module
 
     def __repr__(self) -> str:
-        return "WholeParameters()" if self.names is None else f"WholeParameters({list(self.names)})"
+        return "ReplicateParameters()" if self.names is None else f"ReplicateParameters({list(self.names)})"
 
 
-class CutParameters(ParallelStyle):
+class ShardParameters(ParallelStyle):
     """The module's own parameters lie as ``layouts`` says by name; others are whole.
 
     For modules that use each other's weights without calling each other, as ``nn.MultiheadAttention`` does.
@@ -112,17 +112,17 @@ class CutParameters(ParallelStyle):
         self.layouts = dict(layouts)
 
     def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
-        where = f"CutParameters on {type(module).__name__}"
+        where = f"ShardParameters on {type(module).__name__}"
         for name in _platform.own_parameters(module):
             placements = per_axis(self.layouts.get(name, Replicate()), device_mesh)
             distribute_parameter(module, name, device_mesh, placements, self.src_data_rank, where)
         return module
 
     def __repr__(self) -> str:
-        return f"CutParameters({self.layouts!r})"
+        return f"ShardParameters({self.layouts!r})"
 
 
-class CutAttention(ParallelStyle):
+class ShardAttention(ParallelStyle):
     """The framework's own attention module, cut by heads: its one weight for query, key and value becomes three.
 
     Biases are whole. Like a module of PyTorch's with keys of another width it then has ``q_proj_weight``,
@@ -131,7 +131,7 @@ class CutAttention(ParallelStyle):
     """
 
     def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
-        where = f"CutAttention on {type(module).__name__}"
+        where = f"ShardAttention on {type(module).__name__}"
         packed = _platform.own_parameters(module).get("in_proj_weight")
         cut = per_axis(Shard(0), device_mesh)
         names = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
@@ -139,7 +139,7 @@ class CutAttention(ParallelStyle):
             parts = dict.fromkeys(names, (packed.shape[0] // 3, cut))
             split_parameter(module, "in_proj_weight", 0, parts, device_mesh, self.src_data_rank, where)
             _platform.use_separate_projections(module)
-        rest = CutParameters(dict.fromkeys((*names, "in_proj_weight"), Shard(0)))
+        rest = ShardParameters(dict.fromkeys((*names, "in_proj_weight"), Shard(0)))
         rest.src_data_rank = self.src_data_rank
         return rest.apply(module, device_mesh)
 
@@ -168,15 +168,15 @@ class GatherInputs(ParallelStyle):
 
         _platform.register_forward_pre_hook(module, before, with_kwargs=True)
         if self.output is not None:
-            leave = _mover(device_mesh, self.output)
-            _platform.register_forward_hook(module, lambda _, inputs, outputs: _on_first(leave, outputs))
+            move = _mover(device_mesh, self.output)
+            _platform.register_forward_hook(module, lambda _, inputs, outputs: _on_first(move, outputs))
         return module
 
     def __repr__(self) -> str:
         return described(self, output=self.output) if self.output is not None else "GatherInputs()"
 
 
-class ComputedWhole(ParallelStyle):
+class ComputeReplicated(ParallelStyle):
     """Every rank runs the module's own code on whole plain tensors; the outputs leave under ``output``.
 
     For code whose steps depend on values, such as a mixture of experts that asks how many tokens an expert got. The
@@ -188,22 +188,22 @@ class ComputedWhole(ParallelStyle):
         self.output = output
 
     def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
-        where = f"ComputedWhole on {type(module).__name__}"
-        whole = (Replicate(),) * device_mesh.ndim
+        where = f"ComputeReplicated on {type(module).__name__}"
+        replicated = (Replicate(),) * device_mesh.ndim
         for _, inner in _platform.get_cells_and_names(module):
             for name in _platform.own_parameters(inner):
-                distribute_parameter(inner, name, device_mesh, whole, self.src_data_rank, where)
+                distribute_parameter(inner, name, device_mesh, replicated, self.src_data_rank, where)
         skip = SkipDTensorDispatch()
-        leave = _mover(device_mesh, self.output or Replicate())
+        move = _mover(device_mesh, self.output or Replicate())
 
         def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            plain = map_tensors(whole_and_plain, (args, kwargs))
+            plain = map_tensors(to_full_plain, (args, kwargs))
             skip.__enter__()
             return plain
 
         def after(_: Any, inputs: Any, outputs: Any) -> Any:
             skip.__exit__(None, None, None)
-            return map_tensors(lambda value: leave(_as_whole(value, device_mesh)), outputs)
+            return map_tensors(lambda value: move(_as_replicated(value, device_mesh)), outputs)
 
         _platform.register_forward_pre_hook(module, before, with_kwargs=True)
         _platform.register_forward_hook(module, after, always_call=True)
@@ -213,7 +213,7 @@ class ComputedWhole(ParallelStyle):
         return described(self, output=self.output)
 
 
-def whole_and_plain(value: Any) -> Any:
+def to_full_plain(value: Any) -> Any:
     """A distributed tensor's whole value as a plain tensor; its gradient is taken as whole."""
     if not isinstance(value, DTensor):
         return value
@@ -252,7 +252,7 @@ def _mover(mesh: DeviceMesh, placement: Placement) -> Callable[[Any], Any]:
     return move
 
 
-def _as_whole(value: Any, mesh: DeviceMesh) -> Any:
+def _as_replicated(value: Any, mesh: DeviceMesh) -> Any:
     if isinstance(value, DTensor):
         return value
     return _platform.as_dtensor(DTensor, _platform.alias(value), Layout.of(mesh, ((),) * value.ndim), value.shape)

@@ -80,7 +80,7 @@ def test_names_stay_in_their_lines(tmp_path, name):
     assert status == 2 and len(lines) == 1
     status, lines = run("convert", mine, tmp_path / "copy")
     assert status == 0 and run("diff", mine, tmp_path / "copy")[0] == 0
-    status, lines = run("reshard", mine, tmp_path / "cut", "--mesh", "tp=2", "--cut", "none=tp")
+    status, lines = run("reshard", mine, tmp_path / "cut", "--mesh", "tp=2", "--shard", "none=tp")
     assert status == 2 and len(lines) == 1, lines
     status, lines = run("convert", theirs, tmp_path / "copy", "--only", name, "--strip", name, "--overwrite")
     assert status in (0, 2) and len(lines) == 1

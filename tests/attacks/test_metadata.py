@@ -16,7 +16,7 @@ from hyper_parallel.core.distributed_checkpoint.base.checksum import crc32c
 from hyper_parallel.core.distributed_checkpoint.base.errors import CorruptCheckpointError
 from hyper_parallel.core.distributed_checkpoint.format.index_file import decode_index, encode_index, grid_or_boxes
 from hyper_parallel.core.distributed_checkpoint.format.stored_files import read_metadata, verify
-from hyper_parallel.core.distributed_checkpoint.tools.rewrite import Cuts, Selection, write_checkpoint
+from hyper_parallel.core.distributed_checkpoint.tools.rewrite import LayoutsByName, Selection, write_checkpoint
 from hyper_parallel.core.distributed_checkpoint.tools.tensor_source import OURS, kind_of, open_source
 from tests.attacks.confined import run_confined
 from tests.attacks.mutations import damaged_bytes, damaged_data, try_all
@@ -249,8 +249,8 @@ class SampleSource:
 def sample_folder(folder: str) -> Path:
     """A checkpoint with tensors that are cut, an empty one and an object."""
     root = Path(folder) / "sample"
-    cuts = Cuts({"dp": 2, "tp": 2}, {"a": ["tp", "None"], "b": ["dp+tp"]})
-    write_checkpoint(Selection(SampleSource()), root, cuts=cuts, max_file_bytes=40)
+    layouts = LayoutsByName({"dp": 2, "tp": 2}, {"a": ["tp", "None"], "b": ["dp+tp"]})
+    write_checkpoint(Selection(SampleSource()), root, layouts_by_name=layouts, max_file_bytes=40)
     return root
 
 

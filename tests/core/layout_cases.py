@@ -1,4 +1,4 @@
-"""Random layouts for the tests of this folder, and the single-process meaning of a tensor that lies under one."""
+"""Layouts for the tests of this folder, random and chosen, and the single-process meaning of a tensor under one."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import zlib
 
 import torch
 from hypothesis import strategies as st
+
+from hyper_parallel import Partial, Replicate, Shard, init_device_mesh
+from hyper_parallel.platform import get_platform
 
 SIZES = (0, 1, 2, 3, 5, 7, 8)
 SHAPES = st.lists(st.sampled_from(SIZES), max_size=3).map(tuple).filter(lambda shape: math.prod(shape) <= 200)
@@ -98,3 +101,27 @@ def block_of(whole, layout, coordinate=None):
     """The block of a whole tensor that a layout puts at ``coordinate`` (this rank's when None)."""
     offsets, lengths = layout.local_region(tuple(whole.shape), coordinate)
     return whole[tuple(slice(start, start + length) for length, start in zip(lengths, offsets, strict=True))]
+
+
+def make_mesh(*shape):
+    """A mesh of this shape, or of all ranks."""
+    shape = shape or (get_platform().get_world_size(),)
+    return init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[: len(shape)])
+
+
+def numbers(*shape):
+    """1, 2, 3, ... in float64."""
+    return torch.arange(1.0, torch.Size(shape).numel() + 1, dtype=torch.float64).reshape(shape)
+
+
+# Placements on a mesh of (2, 2), and a global shape.
+PLACEMENTS = {
+    "even": ([Shard(0), Shard(1)], (4, 6)),
+    "uneven": ([Shard(0), Shard(0)], (5, 3)),
+    "empty": ([Shard(0), Shard(0)], (2, 3)),
+    "ordered": ([Shard(0, order=1), Shard(0, order=0)], (7, 2)),
+    "replicated": ([Replicate(), Replicate()], (3, 2)),
+    "partial": ([Partial(), Shard(1)], (3, 5)),
+    "scalar": ([Replicate(), Partial()], ()),
+    "nothing": ([Shard(1), Replicate()], (3, 0)),
+}

@@ -141,7 +141,7 @@ NOTHING_SENT = "(no communication)"
     ("before", "after", "step", "num_ranks", "sent"),
     [
         (("dp", "tp"), ("dp", "tp"), None, 0, 0),
-        (("dp", "None"), ("None", "dp"), "all-to-all over dp: gather dim 0, cut dim 1", 2, 128),
+        (("dp", "None"), ("None", "dp"), "all-to-all over dp: gather dim 0, shard dim 1", 2, 128),
         ((("dp", "tp"), "None"), ("None", "None"), "all-gather dim 0 over dp*tp", 4, 384),
         (("None", "None"), ("dp", "None"), f"slice dim 0 over dp {NOTHING_SENT}", 0, 0),
         ([Partial(), Partial()], WHOLE, "all-reduce (sum) over dp*tp", 4, 768),
@@ -156,11 +156,11 @@ NOTHING_SENT = "(no communication)"
         (
             [Shard(0), Replicate()],
             [Partial(), Replicate()],
-            f"put the block of dim 0 into zeros over dp {NOTHING_SENT}",
+            f"put the shard of dim 0 into zeros over dp {NOTHING_SENT}",
             0,
             0,
         ),
-        ((("dp", "tp"), "None"), (("tp", "dp"), "None"), "exchange blocks over dp*tp", 4, 128),
+        ((("dp", "tp"), "None"), (("tp", "dp"), "None"), "exchange shards over dp*tp", 4, 128),
     ],
     ids=str,
 )
@@ -182,7 +182,7 @@ def test_a_plan_between_meshes_in_words():
     text = explain(Layout.of(first, ((0,),)), Layout.of(second, ((),)), (8,))
     with pytest.raises(TypeError, match="explain takes two layouts"):
         explain(first, Layout.of(second, ((),)), (8,))
-    assert text.splitlines()[1] == "  1. exchange blocks between the meshes: one group of 3 ranks, 48 bytes in all"
+    assert text.splitlines()[1] == "  1. exchange shards between the meshes: one group of 3 ranks, 48 bytes in all"
 
 
 def bytes_of_every_pair(mesh_shape, shape):

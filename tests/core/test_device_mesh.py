@@ -327,7 +327,7 @@ def test_a_large_mesh_is_cheap():
         (lambda: describe((2, 2), ("dp", 1)), TypeError, r"strings like .*, not \('dp', 1\)"),
         (lambda: describe((2,), "x"), TypeError, "strings like .*, not 'x'"),
         (lambda: describe((2,), 3), TypeError, "strings like .*, not 3"),
-        (lambda: describe((2,), ("None",)), ValueError, r'DeviceMesh\(.*"None" \(a dim that is not cut\)'),
+        (lambda: describe((2,), ("None",)), ValueError, r'DeviceMesh\(.*"None" \(not sharded\)'),
         (lambda: DeviceMesh("cpu", [0], rank=0), ValueError, "takes init_backend=False"),
     ],
 )
@@ -562,7 +562,7 @@ def test_meshes_travel_between_processes(worlds):
     assert subs[1].get_coordinate() is None, "this process has no world, so it is rank 0"
     with pytest.raises(RuntimeError, match="joined no world"):
         subs[0].get_group()
-    with pytest.raises(ValueError, match=r"ranks=\[0\]\) does not lie around the same rank as .*ranks=\[3, 1\]"):
+    with pytest.raises(ValueError, match=r"ranks=\[0\]\) is not around the same rank as .*ranks=\[3, 1\]"):
         DeviceMesh.concatenate([subs[1], subs[0].root["pp"]])
     assert worlds(4).run(use_sub_mesh, subs[1]) == [False, True, False, True]
 

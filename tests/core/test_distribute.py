@@ -124,9 +124,9 @@ def test_mistakes_with_tensors():
     mesh, other = make_mesh(), init_device_mesh("cpu", (1, 2))
     made = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
     assert distribute_tensor(made, mesh, [Shard(0)]) is made
-    with pytest.raises(ValueError, match=r"lies under Layout.* already; use redistribute"):
+    with pytest.raises(ValueError, match=r"has Layout.* already; use redistribute"):
         distribute_tensor(made, mesh, [Replicate()])
-    with pytest.raises(ValueError, match=r"lies on DeviceMesh.* already; use redistribute to move it to DeviceMesh"):
+    with pytest.raises(ValueError, match=r"is on DeviceMesh.* already; use redistribute to move it to DeviceMesh"):
         distribute_tensor(made, other, [Shard(0), Replicate()])
     with pytest.raises(TypeError, match="distribute_tensor takes a tensor, got list"):
         distribute_tensor([1.0], mesh, [Shard(0)])

@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from hyper_parallel import CommRecorder, DTensor, Layout, Partial, Replicate, Shard, SkipDTensorDispatch
-from hyper_parallel.core.dtensor.device_mesh import init_device_mesh
 from hyper_parallel.platform import get_platform
-from tests.core.layout_cases import block_of
+from tests.core.layout_cases import PLACEMENTS, block_of, make_mesh, numbers
 from tests.frameworks import (
     backward,
     dist,
@@ -32,29 +31,8 @@ from tests.world import run_on_ranks
 Tensor, Parameter = get_platform().Tensor, get_platform().Parameter
 
 
-def make_mesh(*shape):
-    shape = shape or (dist.get_world_size(),)
-    return init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[: len(shape)])
-
-
-def numbers(*shape):
-    return torch.arange(1.0, torch.Size(shape).numel() + 1, dtype=torch.float64).reshape(shape)
-
-
 def parameter_of(*args):
     return get_platform().as_parameter(distribute_tensor(*args), True)
-
-
-PLACEMENTS = {
-    "even": ([Shard(0), Shard(1)], (4, 6)),
-    "uneven": ([Shard(0), Shard(0)], (5, 3)),
-    "empty": ([Shard(0), Shard(0)], (2, 3)),
-    "ordered": ([Shard(0, order=1), Shard(0, order=0)], (7, 2)),
-    "whole": ([Replicate(), Replicate()], (3, 2)),
-    "pending": ([Partial(), Shard(1)], (3, 5)),
-    "scalar": ([Replicate(), Partial()], ()),
-    "nothing": ([Shard(1), Replicate()], (3, 0)),
-}
 
 
 # ---------------------------------------------------------------- what it is

@@ -22,7 +22,7 @@ SHAPE = (7, 6)
 
 def alone():
     """The mesh of this rank alone: one device."""
-    return init_device_mesh("cpu", (1,), rank_list=[torch.distributed.get_rank()])
+    return init_device_mesh("cpu", (1,), rank_list=[hp.get_platform().get_rank()])
 
 
 def bits_of(tensor):
@@ -108,9 +108,9 @@ def test_values_are_what_their_names_say():
 def test_shards_differ_and_replicas_agree():
     mesh = init_device_mesh("cpu", (2, 2))
     manual_seed(3)
-    torch.manual_seed(torch.distributed.get_rank())  # the framework's generators may differ
+    torch.manual_seed(hp.get_platform().get_rank())  # the framework's generators may differ
     blocks = [None] * 4
-    torch.distributed.all_gather_object(blocks, hp.randn((4, 4), mesh, [Shard(0), Replicate()]).to_local())
+    hp.get_platform().all_gather_object(blocks, hp.randn((4, 4), mesh, [Shard(0), Replicate()]).to_local())
     assert torch.equal(blocks[0], blocks[1]) and torch.equal(blocks[2], blocks[3])
     assert not torch.equal(blocks[0], blocks[2])
     first, second = (hp.randn((4, 4), mesh, [Shard(0), Shard(1)]).full_tensor() for _ in range(2))
@@ -127,7 +127,7 @@ def hp_randn_again(seed, num_before):
 
 @run_on_ranks(4)
 def test_the_framework_s_generator_changes_nothing():
-    mesh, rank = init_device_mesh("cpu", (4,)), torch.distributed.get_rank()
+    mesh, rank = init_device_mesh("cpu", (4,)), hp.get_platform().get_rank()
     manual_seed(5)
     expected = [hp.randn((5,), mesh, [Replicate()]).full_tensor() for _ in range(4)]
     manual_seed(5)
@@ -189,7 +189,7 @@ CHECKPOINTS = {
 @pytest.mark.parametrize("name", list(CHECKPOINTS))
 @pytest.mark.parametrize("placements", [[Shard(0)], [Replicate()]], ids=str)
 def test_recompute_repeats_its_random_numbers(name, placements):
-    torch.manual_seed(torch.distributed.get_rank())
+    torch.manual_seed(hp.get_platform().get_rank())
     expected = run_body(lambda function, *args: function(*args), placements)
     for _ in range(2):  # a second step finds its own draws, not those of the first
         gradient, result = run_body(CHECKPOINTS[name], placements)

@@ -15,7 +15,9 @@ from hyper_parallel.platform import get_platform
 from tests.frameworks import backward, dist, distribute_tensor, equal, from_local, grad_of, leaf, ours, write
 from tests.world import run_on_ranks
 
-SIZES_DIFFER = r"from_local under Layout.* got blocks of different sizes \(rank 0: .*rank 1: .*Pass the global shape"
+SIZES_DIFFER = (
+    r"from_local under Layout.* got local tensors of different sizes \(rank 0: .*rank 1: .*Pass the global shape"
+)
 
 
 def rank_and_mesh(*shape):
@@ -155,7 +157,9 @@ def test_a_rank_whose_block_cannot_be_cut_leaves_nobody_waiting(spelling):
     block = torch.ones(2) if rank else torch.ones(2, 3)
     for run_check in (False, True):
         if rank == 1:
-            message = r"from_local: the block of shape \(2,\) on rank 1: .*(the tensor has 1 dims|a tensor of 1 dims)"
+            message = (
+                r"from_local: the local tensor of shape \(2,\) on rank 1: .*(the tensor has 1 dims|a tensor of 1 dims)"
+            )
             raised_by_all(functools.partial(from_local, block, mesh, placements, run_check=run_check), message)
         else:
             message = r"rank 0: \(2, 3\), rank 1: \(2,\)"
@@ -168,10 +172,10 @@ def test_a_check_lists_the_sizes_that_no_tensor_has():
     rank, mesh = rank_and_mesh()
     text = raised_by_all(
         lambda: from_local(torch.ones(1 if rank == 1 else 2), mesh, [Shard(0)], run_check=True),
-        "no tensor is cut into these blocks",
+        "no tensor is sharded into these local tensors",
     )
     assert "rank 0: (2,), rank 1: (1,), rank 2: (2,), rank 3: (2,)" in text
-    assert "they give (7,), which is cut into blocks of (2,), (2,), (2,), (1,)" in text
+    assert "they give (7,), which is sharded into (2,), (2,), (2,), (1,)" in text
 
 
 @run_on_ranks(4)
@@ -192,20 +196,20 @@ def test_a_shape_that_the_block_does_not_have():
     rank, mesh = rank_and_mesh()
     raised_by_all(
         lambda: from_local(torch.ones(3), mesh, [Shard(0)], shape=(4,)),
-        rf"a tensor of shape \(4,\) under Layout.* has a block of shape \(2,\) on rank {rank}, got \(3,\)",
+        rf"a tensor of shape \(4,\) under Layout.* has a local tensor of shape \(2,\) on rank {rank}, got \(3,\)",
     )
     raised_by_all(
         lambda: from_local(torch.ones(3), mesh, [Shard(0)], shape=(4, 2)),
-        rf"shape=\(4, 2\) has 2 dims, but the block on rank {rank} has 1: \(3,\)",
+        rf"shape=\(4, 2\) has 2 dims, but the local tensor on rank {rank} has 1: \(3,\)",
     )
 
 
 @run_on_ranks(2)
 def test_what_is_no_block():
     _, mesh = rank_and_mesh()
-    with pytest.raises(TypeError, match="takes this rank's block as a plain tensor, got list"):
+    with pytest.raises(TypeError, match="takes this rank's local tensor as a plain tensor, got list"):
         from_local([1, 2], mesh, [Shard(0)])
-    with pytest.raises(TypeError, match="takes this rank's block as a plain tensor, got DTensor"):
+    with pytest.raises(TypeError, match="takes this rank's local tensor as a plain tensor, got DTensor"):
         from_local(from_local(torch.ones(2), mesh), mesh, [Shard(0)])
     with pytest.raises(ValueError, match="from_local needs a mesh: pass device_mesh=, or call it inside 'with mesh:'"):
         from_local(torch.ones(2), None, [Shard(0)])
@@ -271,11 +275,11 @@ def test_grad_placements_of_every_edge():
         block = leaf(torch.ones(2 if value == Shard(0) else 8))
         if (asked == Shard(0)) != (value == Shard(0)):  # The gradient would have another shape than the block.
             with pytest.raises(
-                ValueError, match=r"from_local: grad_placements .* the gradient of a block has the block's"
+                ValueError, match=r"from_local: grad_placements .* the gradient of a local tensor has its shape"
             ):
                 from_local(block, mesh, [value], grad_placements=[asked])
             with pytest.raises(
-                ValueError, match=r"to_local: grad_placements .* the gradient of a block has the block's"
+                ValueError, match=r"to_local: grad_placements .* the gradient of a local tensor has its shape"
             ):
                 from_local(block, mesh, [value]).to_local(grad_placements=[asked])
             continue

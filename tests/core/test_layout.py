@@ -50,7 +50,7 @@ def test_blocks_tile_the_tensor_exactly(data):
     layout = data.draw(layouts())
     shape = data.draw(shapes_for(layout))
     mesh = layout.mesh
-    cut = [axis for axes in layout.cuts for axis in axes]
+    cut = [axis for axes in layout.shard_axes for axis in axes]
     copies = math.prod(size for axis, size in enumerate(mesh.shape) if axis not in cut)
     times_held = np.zeros(shape, dtype=int)
     for coordinate in np.ndindex(mesh.shape):
@@ -83,7 +83,7 @@ def test_every_spelling_leads_back(layout):
 @given(layouts())
 def test_the_layout_of_the_gradient(layout):
     gradient = layout.gradient()
-    assert gradient.cuts == layout.cuts and not gradient.has_partial
+    assert gradient.shard_axes == layout.shard_axes and not gradient.has_partial
     assert gradient.gradient() is gradient
     assert (gradient is layout) == (not layout.has_partial)
     for mine, its in zip(layout.placements, gradient.placements, strict=True):
@@ -129,9 +129,9 @@ def test_the_spelling_of_hyper_parallel_1():
 
 def test_negative_dims_and_axes_without_names():
     mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], init_backend=False)
-    assert Layout.from_placements(mesh, [Shard(-1), Shard(-2)], 2).cuts == ((1,), (0,))
+    assert Layout.from_placements(mesh, [Shard(-1), Shard(-2)], 2).shard_axes == ((1,), (0,))
     assert Layout.from_aliases(mesh, ("axis1", None)).placements == (Replicate(), Shard(0))
-    assert Layout.resolve(init_device_mesh("cpu", (2,), init_backend=False), Shard(0), 1).cuts == ((0,),)
+    assert Layout.resolve(init_device_mesh("cpu", (2,), init_backend=False), Shard(0), 1).shard_axes == ((0,),)
 
 
 def test_equal_layouts_are_one_object_also_across_threads():
@@ -165,7 +165,7 @@ def test_a_layout_cannot_be_changed():
 def test_reprs_that_a_person_can_read():
     mesh = describe((2, 2, 2))
     layout = Layout.of(mesh, ((2, 0), ()), (None, "max", None))
-    assert repr(layout) == "Layout(mesh (dp=2, cp=2, tp=2), dims [tp*dp, -], pending max over cp)"
+    assert repr(layout) == "Layout(mesh (dp=2, cp=2, tp=2), dims [tp*dp, -], partial max over cp)"
     assert repr(Layout.from_device_mesh(mesh)) == "Layout(mesh (dp=2, cp=2, tp=2))"
     assert repr([Shard(1), Shard(0, 1), Replicate(), Partial(), Partial("avg")]) == (
         "[Shard(1), Shard(0, order=1), Replicate(), Partial(), Partial('avg')]"
@@ -203,19 +203,23 @@ def test_placements_answer_what_they_are():
         (
             lambda mesh: Layout.resolve(mesh, ("dp", "dp"), 2),
             ValueError,
-            "axis 'dp' .* cuts dim 0 and dim 1: use it once",
+            "axis 'dp' .* shards dim 0 and dim 1: use it once",
         ),
         (lambda mesh: Layout.resolve(mesh, ("dp", "xx"), 2), ValueError, "has no axis 'xx'"),
         (lambda mesh: Layout.resolve(mesh, 5, 2), TypeError, "a sequence of placements or aliases, got 5"),
         (
             lambda mesh: Layout.of(mesh, ((0,),), ("sum", None)),
             ValueError,
-            "cuts dim 0 and has a pending sum: choose one",
+            "shards dim 0 and has a partial sum: choose one",
         ),
-        (lambda mesh: Layout.of(mesh, ((2,),)), ValueError, "axis 2 cuts dim 0, but .* has 2 axes"),
-        (lambda mesh: Layout.of(mesh, ((),), ("sum",)), ValueError, "1 pending reductions"),
-        (lambda mesh: Layout.of(mesh, ((),), ("sum", "mean")), ValueError, "pending reduction 'mean'"),
-        (lambda mesh: Layout.from_device_mesh(mesh).cuts, ValueError, "has no tensor yet; call it with one alias per"),
+        (lambda mesh: Layout.of(mesh, ((2,),)), ValueError, "axis 2 shards dim 0, but .* has 2 axes"),
+        (lambda mesh: Layout.of(mesh, ((),), ("sum",)), ValueError, "1 partial reductions"),
+        (lambda mesh: Layout.of(mesh, ((),), ("sum", "mean")), ValueError, "partial reduction 'mean'"),
+        (
+            lambda mesh: Layout.from_device_mesh(mesh).shard_axes,
+            ValueError,
+            "has no tensor yet; call it with one alias per",
+        ),
         (lambda mesh: Layout.from_device_mesh(mesh)(Shard(0), Shard(0)), ValueError, "add ndim="),
         (lambda mesh: Layout.of(mesh, ((0,),)).local_shape((2, 2), (0, 0)), ValueError, "1 dims, not one of shape"),
         (lambda mesh: Layout.resolve(mesh, Layout.of(describe((4,)), ((),)), 1), ValueError, "is on another mesh than"),
@@ -223,12 +227,12 @@ def test_placements_answer_what_they_are():
         (
             lambda mesh: Layout.resolve(mesh, [Shard(0, order=1), Shard(-1, order=1)], 1),
             ValueError,
-            "axes of .* cut dim 0 .*: give each its own order, or none of them one",
+            "axes of .* shard dim 0 .*: give each its own order, or none of them one",
         ),
         (
             lambda mesh: Layout.resolve(mesh, [Shard(0, order=1), Shard(0)], 1),
             ValueError,
-            r"cut dim 0 \(dp: Shard\(0, order=1\), cp: Shard\(0\)\): give each its own order",
+            r"shard dim 0 \(dp: Shard\(0, order=1\), cp: Shard\(0\)\): give each its own order",
         ),
     ],
 )

@@ -108,7 +108,7 @@ def test_steps_lead_from_the_one_to_the_other_in_a_lawful_way(case):
     for step in found.steps:
         assert step.source is here and step.target is not here
         pending, still_pending = here.partials, step.target.partials
-        assert set(step.axes) >= set(changed_axes(here.cuts, step.target.cuts))
+        assert set(step.axes) >= set(changed_axes(here.shard_axes, step.target.shard_axes))
         for axis in range(mesh.ndim):
             if pending[axis] != still_pending[axis]:  # see Note [Pending reductions of different kinds]
                 op = pending[axis] or still_pending[axis]

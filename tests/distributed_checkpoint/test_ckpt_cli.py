@@ -332,7 +332,7 @@ def test_reshard(tmp_path, worlds):
         "show", tmp_path / "job"
     )
     _save_ours(tmp_path / "c")
-    cuts = ["--cut", "*.layers.0.weight=tp,None", "--cut", "model.layers.1.weight=dp+tp,None"]
+    cuts = ["--shard", "*.layers.0.weight=tp,None", "--shard", "model.layers.1.weight=dp+tp,None"]
     _run("reshard", tmp_path / "c", tmp_path / "again", "--mesh", "dp=2,tp=2", *cuts)
     assert _run("diff", tmp_path / "job", tmp_path / "again") == "no differences\n"
     job, mine = open_source(tmp_path / "job"), open_source(tmp_path / "again")
@@ -344,14 +344,17 @@ def test_reshard(tmp_path, worlds):
     assert _run("diff", tmp_path / "c", tmp_path / "whole") == "no differences\n"
     for arguments, said in (
         (["--mesh", "dp"], "is not of the form 'dp=2,tp=4'"),
-        (["--mesh", "dp=2", "--cut", "tp,None"], "is not of the form 'name=axis,axis'"),
-        (["--mesh", "dp=2", "--cut", "**=tp"], "names the axis 'tp'; the mesh has dp"),
-        (["--mesh", "dp=2", "--cut", "model.bias=dp,None"], "gives 2 dims, and 'model.bias' has shape"),
-        (["--mesh", "dp=2", "--cut", "**=dp,dp"], "uses an axis twice"),
-        (["--mesh", "dp=2", "--cut", "model.basi=dp"], "no tensor fits the cut of 'model.basi'; there are model."),
+        (["--mesh", "dp=2", "--shard", "tp,None"], "is not of the form 'name=axis,axis'"),
+        (["--mesh", "dp=2", "--shard", "**=tp"], "names the axis 'tp'; the mesh has dp"),
+        (["--mesh", "dp=2", "--shard", "model.bias=dp,None"], "gives 2 dims, and 'model.bias' has shape"),
+        (["--mesh", "dp=2", "--shard", "**=dp,dp"], "uses an axis twice"),
+        (
+            ["--mesh", "dp=2", "--shard", "model.basi=dp"],
+            "no tensor fits the sharding of 'model.basi'; there are model.",
+        ),
         (["--mesh", "dp=0"], "of size 1 or more"),
         (["--mesh", "dp=2,dp=3"], "'dp' is given twice"),
-        (["--mesh", "dp=2", "--cut", "a=dp", "--cut", "a=None"], "'a' is given twice"),
+        (["--mesh", "dp=2", "--shard", "a=dp", "--shard", "a=None"], "'a' is given twice"),
     ):
         assert said in _run("reshard", tmp_path / "c", tmp_path / "x", *arguments, status=2)
     assert not (tmp_path / "x").exists()
@@ -365,7 +368,7 @@ def test_the_commands_need_no_framework(tmp_path):
         from hyper_parallel.cli.main import app
         for arguments in (["ls", "."], ["show", "c"], ["verify", "c"], ["diff", "c", "d"],
                           ["convert", "c", "hub", "--to", "hugging-face"], ["convert", "hub", "e"],
-                          ["reshard", "c", "f", "--mesh", "dp=2", "--cut", "*.layers.*.weight=dp,None"]):
+                          ["reshard", "c", "f", "--mesh", "dp=2", "--shard", "*.layers.*.weight=dp,None"]):
             app(["ckpt", *arguments], standalone_mode=False)
         assert not {"torch", "mindspore"} & set(sys.modules)
     """

@@ -20,7 +20,7 @@ from hyper_parallel.core.distributed_checkpoint.format.index_check import boxes_
 from hyper_parallel.core.distributed_checkpoint.format.json_state import decode_object, encode_object
 from hyper_parallel.core.distributed_checkpoint.planning.chunks import ObjectSpec
 from hyper_parallel.core.distributed_checkpoint.planning.planner import WriteItemType
-from hyper_parallel.core.distributed_checkpoint.tools.rewrite import Cuts, Selection, write_checkpoint
+from hyper_parallel.core.distributed_checkpoint.tools.rewrite import LayoutsByName, Selection, write_checkpoint
 from hyper_parallel.core.distributed_checkpoint.tools.tensor_source import open_source
 from tests.frameworks import equal, ours
 
@@ -65,8 +65,8 @@ def sound(tmp_path_factory):
     root = tmp_path_factory.mktemp("sound")
     checkpoint.save(ours(wanted()), checkpoint_id=root / "whole")
     source = open_source(root / "whole")
-    cuts = Cuts({"dp": 2, "tp": 2}, {"a": ["tp", "None"], "b": ["dp+tp"]})
-    write_checkpoint(Selection(source), root / "cut", cuts=cuts, max_file_bytes=40)
+    layouts = LayoutsByName({"dp": 2, "tp": 2}, {"a": ["tp", "None"], "b": ["dp+tp"]})
+    write_checkpoint(Selection(source), root / "cut", layouts_by_name=layouts, max_file_bytes=40)
     source.close()
     boxed = {"a": wanted()["a"], "note": wanted()["note"]}
     checkpoint.save(ours(boxed), checkpoint_id=root / "boxed", planner=BoxesPlanner())
@@ -109,9 +109,9 @@ CASES = [
     (lambda b: b["tensors"]["a"].update(shape=[10**30, 3]), "is not a shape"),
     (lambda b: b["tensors"]["a"].update(shape=[1 << 40, 3]), "the tensor 'a' ends at byte"),
     (lambda b: b["tensors"]["a"].update(dtype="float31"), "'float31' is not a dtype that this version knows"),
-    (lambda b: b["tensors"]["a"].update(grid=[[0, 2, 2], [0]]), "does not cut shape"),
-    (lambda b: b["tensors"]["a"].update(grid=[[1, 2], [0]]), "does not cut shape"),
-    (lambda b: b["tensors"]["a"].update(grid=[[0, 4], [0]]), "does not cut shape"),
+    (lambda b: b["tensors"]["a"].update(grid=[[0, 2, 2], [0]]), "does not split shape"),
+    (lambda b: b["tensors"]["a"].update(grid=[[1, 2], [0]]), "does not split shape"),
+    (lambda b: b["tensors"]["a"].update(grid=[[0, 4], [0]]), "does not split shape"),
     (lambda b: b["tensors"]["a"].update(boxes=[]), "has not one of 'grid' and 'boxes'"),
     (
         lambda b: b["tensors"]["a"].update(shape=[3000] * 5, grid=[list(range(3000))] * 5, layout=None),
@@ -129,8 +129,8 @@ CASES = [
     (lambda b: b["layouts"][0].update(mesh_shape=[0]), "is not the shape of a mesh"),
     (lambda b: b["layouts"][0].update(mesh_shape=[1 << 62] * 100_000), "is not the shape of a mesh"),
     (lambda b: b["layouts"][0].update(rank_list=[0, 0, 1, 2]), "are not the ranks of mesh"),
-    (lambda b: b["layouts"][0].update(cuts=[[5]]), "are not cuts by the axes"),
-    (lambda b: b["layouts"][0].update(cuts=[[1], [1]]), "are not cuts by the axes"),
+    (lambda b: b["layouts"][0].update(cuts=[[5]]), "do not shard over the axes"),
+    (lambda b: b["layouts"][0].update(cuts=[[1], [1]]), "do not shard over the axes"),
     (lambda b: b["layouts"][0].update(partials=[{}, 1]), "is not one for each axis"),
     (lambda b: b["tensors"].update(note=b["tensors"]["a"]), "'note'.* are objects too"),
     (lambda b: b["objects"]["note"].update(length=-1), "-1 is not a 'length'"),

@@ -155,22 +155,22 @@ class Raises(nn.Module):
 
 
 class RaisesInBackward(torch.autograd.Function):
-    error = None
-
     @staticmethod
-    def forward(ctx, x):
+    def forward(ctx, x, module):
+        ctx.module = module
         return x.clone()
 
     @staticmethod
     def backward(ctx, gradient):
-        if RaisesInBackward.error is not None:
-            raise RaisesInBackward.error
-        return gradient
+        if ctx.module.error_in_backward is not None:
+            raise ctx.module.error_in_backward
+        return gradient, None
 
 
 class WithTraps(Mlp):
     def __init__(self) -> None:
         super().__init__()
+        self.error_in_backward = None
         self.blocks.append(Raises())
         self.blocks.append(nn.Linear(5, 5))
 
@@ -179,7 +179,7 @@ class WithTraps(Mlp):
         for number, block in enumerate(self.blocks):
             x = block(x)
             if number == 1:
-                x = RaisesInBackward.apply(x)
+                x = RaisesInBackward.apply(x, self)
         return self.last(x)
 
 
@@ -200,11 +200,11 @@ def test_errors_leave_a_module_that_works(error) -> None:
             ours(mine)
         ours.blocks[3].error = None
         assert_all_sharded(ours)
-        RaisesInBackward.error = error
+        ours.error_in_backward = error
         loss = loss_of(ours(mine))
         with pytest.raises(type(error)):
             loss.backward()
-        RaisesInBackward.error = None
+        ours.error_in_backward = None
         ours.zero_grad()
         model.zero_grad()
         loss_of(model(x)).backward()

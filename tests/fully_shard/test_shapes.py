@@ -1,6 +1,7 @@
 """Parameters of every shape and kind: small, empty, without dims, of several dtypes, frozen, shared, unused."""
 
 import copy
+from collections import Counter
 
 import pytest
 import torch
@@ -80,7 +81,7 @@ def test_dtypes() -> None:
 
 
 class _CountsWeightGradients(torch.autograd.Function):
-    computed = 0
+    computed = Counter()  # by rank
 
     @staticmethod
     def forward(ctx, x, weight):
@@ -91,7 +92,7 @@ class _CountsWeightGradients(torch.autograd.Function):
     def backward(ctx, gradient):
         x, weight = ctx.saved_tensors
         if ctx.needs_input_grad[1]:
-            _CountsWeightGradients.computed += 1
+            _CountsWeightGradients.computed[get_platform().get_rank()] += 1
         return gradient @ weight, gradient.t() @ x if ctx.needs_input_grad[1] else None
 
 
@@ -115,7 +116,8 @@ def test_frozen(all_frozen) -> None:
     model = double(nn.Sequential, nn.Linear(3, 5), Adapted(), Adapted())
     if all_frozen:
         model[1].requires_grad_(False)
-    _CountsWeightGradients.computed = 0
+    rank = get_platform().get_rank()
+    _CountsWeightGradients.computed[rank] = 0
 
     def shard(ours):
         for one in ours:
@@ -124,7 +126,7 @@ def test_frozen(all_frozen) -> None:
 
     with hp.CommRecorder() as recorder:
         ours = trains_as_one_device(model, shard, batch(8, 3), mesh, num_steps=1)
-    assert _CountsWeightGradients.computed == 2 * (1 if all_frozen else 2)  # on one device and here
+    assert _CountsWeightGradients.computed[rank] == 2 * (1 if all_frozen else 2)  # on one device and here
     assert_all_sharded(ours)
     reduced = [record for record in recorder.records if record.op == "reduce_scatter_tensor"]
     # For each of two ranks 3 of 5 rows and a flag for each parameter: a linear layer, and what is trained beside it.

@@ -476,7 +476,7 @@ MISTAKES = [
     ),
     (
         lambda x, n: functions.differentiable_all_to_all(x[:3], (3, 3), None),
-        r"dim 0 of the input of shape \(3, 3\) cannot be cut into 2 equal parts.* use differentiable_all_to_all_single",
+        r"dim 0 of the input of shape \(3, 3\) cannot be split into 2 equal parts.* use differentiable_all_to_all_sin",
     ),
     (
         lambda x, n: functions.differentiable_all_to_all(x, (4, 4), None),

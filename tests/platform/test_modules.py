@@ -211,9 +211,9 @@ def test_spread_parameters_are_read_and_written_by_their_part():
         ValueError, match=r"data of shape \(5, 3\) does not fit .* \(3, 3\) \(this rank's part of \(5, 3\)\)"
     ):
         load_into_param(made, ours(torch.ones(5, 3)))
-    with pytest.raises(ValueError, match=r"the data lies as Layout.*\[-, dp\].* but the parameter as .*redistribute"):
+    with pytest.raises(ValueError, match=r"the data has Layout.*\[-, dp\].* but the parameter has .*redistribute"):
         load_into_param(made, spread(torch.zeros(5, 3), Shard(1)))
-    with pytest.raises(ValueError, match=r"the data lies as Layout.*\[dp, -\].* but the parameter whole on this rank"):
+    with pytest.raises(ValueError, match=r"the data has Layout.*\[dp, -\].* but the parameter is a plain tensor"):
         load_into_param(parameter(torch.zeros(5, 3)), made)
 
 
@@ -223,9 +223,7 @@ def test_layouts_are_kept_on_parameters():
     assert plain.hyper_parallel_layout == "rows"
     made, whole = spread(torch.zeros(4), Shard(0)), spread(torch.zeros(4), Replicate())
     assert modules.set_layout_into_parameter(made, made.layout) is made
-    with pytest.raises(
-        ValueError, match=r"already lies as Layout.*, which is not Layout.*; change it with redistribute"
-    ):
+    with pytest.raises(ValueError, match=r"already has Layout.*, which is not Layout.*; change it with redistribute"):
         modules.set_layout_into_parameter(made, whole.layout)
 
 

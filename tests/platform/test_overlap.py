@@ -224,7 +224,7 @@ def test_mistakes_around_an_async_all_to_all() -> None:
     data = ours(torch.ones(3, 4))
     with pytest.raises(ValueError, match=r"launch_async_all_to_all: world_size is 3 but the group has 2 ranks"):
         launch_async_all_to_all(data, None, 3, 0)
-    with pytest.raises(ValueError, match=r"dim 0 of the tensor of shape \(3, 4\) cannot be cut into 2 equal parts"):
+    with pytest.raises(ValueError, match=r"dim 0 of the tensor of shape \(3, 4\) cannot be split into 2 equal parts"):
         launch_async_all_to_all(data, None, 2, 0)
     with pytest.raises(ValueError, match=r"split_dim 2 is out of range for 2 dims \(tensor of shape \(3, 4\)\)"):
         launch_async_all_to_all(data, None, 2, 2)

@@ -42,6 +42,22 @@ def test_methods_come_from_the_room_that_defines_them():
     assert Table().first(1) == 2 and Table.first(1) == 2 and Table().second() == "own"
 
 
+def test_a_method_of_an_object_that_the_room_has_is_its_own():
+    class Adder:
+        def first(self, x):
+            return x + 1
+
+    having = room("having")
+    having.first = Adder().first
+
+    @takes_from(having)
+    class Table(Contract):
+        def second(self):
+            return "own"
+
+    assert Table().first(1) == 2
+
+
 def test_what_no_room_defines_is_missing():
     @takes_from(room("one", first=lambda x: x))
     class Table(Contract):

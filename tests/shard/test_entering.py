@@ -54,11 +54,11 @@ def check_every_way(mesh_shape: tuple[int, ...], shape: tuple[int, ...], dims: t
 
 
 def _cut_dims(layout: hp.Layout) -> set[int]:
-    return {dim for dim, axes in enumerate(layout.cuts) if axes}
+    return {dim for dim, axes in enumerate(layout.shard_axes) if axes}
 
 
 def _sets_of_whole_axes(layout: hp.Layout) -> list[tuple[int, ...]]:
-    cut = {axis for axes in layout.cuts for axis in axes}
+    cut = {axis for axes in layout.shard_axes for axis in axes}
     whole = [axis for axis, op in enumerate(layout.partials) if op is None and axis not in cut]
     return [axes for count in range(len(whole) + 1) for axes in itertools.combinations(whole, count)]
 

@@ -60,7 +60,7 @@ def _cases() -> list[tuple[str, int, tuple, dict]]:
 
 @run_on_ranks(2, 4)
 def test_every_operator() -> None:
-    world = torch.distributed.get_world_size()
+    world = hp.get_platform().get_world_size()
     mesh = hp.init_device_mesh("cpu", (2,) if world == 2 else (2, 2), mesh_dim_names=("x", "y")[: world // 2])
     pick = random.Random(5)
     for name, num_lists, rest, keywords in _cases():
@@ -177,7 +177,7 @@ def test_wrong_use_is_named() -> None:
     cut = hp.distribute_tensor(tensor(4), mesh, [hp.Shard(0)])
     with pytest.raises(RuntimeError, match=r"_foreach_add: a plain tensor of shape \(4,\) meets a distributed one"):
         torch._foreach_add([cut], [tensor(4)])
-    with pytest.raises(ValueError, match="_foreach_add: the tensors lie on different meshes"):
+    with pytest.raises(ValueError, match="_foreach_add: the tensors are on different meshes"):
         torch._foreach_add([cut], [hp.distribute_tensor(tensor(4), other_mesh, [hp.Shard(0)])])
 
 
@@ -211,7 +211,7 @@ def test_norms_of_negative_order_with_an_empty_block() -> None:
 
 @run_on_ranks(2, 4)
 def test_one_factor_for_all_gets_the_gradient_of_every_rank() -> None:
-    mesh = hp.init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    mesh = hp.init_device_mesh("cpu", (hp.get_platform().get_world_size(),))
     whole = [torch.arange(1.0, 6.0, dtype=torch.float64), torch.arange(6.0, dtype=torch.float64).reshape(3, 2)]
     sums = sum(value.square().sum() for value in whole)
     for operator, expected in ((torch._foreach_mul, 6 * sums), (torch._foreach_div, -2 * sums / 27)):

@@ -112,7 +112,7 @@ def test_mistakes_are_named() -> None:
         (
             lambda: [(p := hp.ones((4,), mesh, [hp.Partial()])).view(4), p.exp_()],
             RuntimeError,
-            ("exp_", "reduce_partial", "pending"),
+            ("exp_", "reduce_partial", "partial"),
         ),
     ):
         with pytest.raises(kind) as caught:

@@ -28,9 +28,9 @@ def test_sparse_and_nested_tensors() -> None:
         for call in (torch.add, torch.mul, torch.matmul, lambda a, b: torch.cat([a, b])):
             with pytest.raises(RuntimeError, match=r"a sparse or nested tensor meets a distributed one; .*to_dense"):
                 call(x, other)
-        with pytest.raises(TypeError, match="cannot cut a sparse or nested tensor"):
+        with pytest.raises(TypeError, match="cannot shard a sparse or nested tensor"):
             hp.distribute_tensor(other, mesh, [hp.Replicate()])
-        with pytest.raises(TypeError, match="cannot take a sparse or nested block"):
+        with pytest.raises(TypeError, match="cannot take a sparse or nested tensor"):
             hp.DTensor.from_local(other, mesh, [hp.Replicate()])
     # A sparse result is whole on every rank, and can be made dense and distributed again.
     made = x.to_sparse()
@@ -38,6 +38,7 @@ def test_sparse_and_nested_tensors() -> None:
     torch.testing.assert_close(made.to_dense(), tensor(4, 4))
 
 
+@pytest.mark.processes("torch.compile keeps one state per process")
 @run_on_ranks(2)
 def test_compiled_code_runs_on_distributed_tensors_as_it_is() -> None:
     mesh = hp.init_device_mesh("cpu", (2,))

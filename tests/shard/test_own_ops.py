@@ -47,7 +47,7 @@ class NoName(hp.DFunction):
 class ProductLayout(hp.DistributedOp):
     def infer_layout(self, layouts: Any, extra_args: Any) -> Layout:
         x, weight = layouts[:2]
-        return Layout.of(x.mesh, (x.cuts[0], weight.cuts[1]))
+        return Layout.of(x.mesh, (x.shard_axes[0], weight.shard_axes[1]))
 
 
 @run_on_ranks(2)

@@ -95,6 +95,7 @@ def test_the_memory_is_bounded() -> None:
         dispatch._MAX_CALLS, plan_call._MAX_SHAPES = limits
 
 
+@pytest.mark.processes("plans of all ranks of a process are in one table")
 @run_on_ranks(2)
 def test_plans_are_forgotten_when_a_group_is_left() -> None:
     """In the next world this rank may have another place in an equal mesh."""

@@ -27,7 +27,7 @@ class _Tensors:
         """All ways to cut letters by the axes that cut them now, no axis twice."""
         cuts = {letter: {()} for letters in self.letters for letter in letters}
         for letters, layout in zip(self.letters, self.layouts, strict=False):
-            for letter, axes in zip(letters, layout.cuts, strict=True):
+            for letter, axes in zip(letters, layout.shard_axes, strict=True):
                 cuts[letter] |= {axes[:length] for length in range(len(axes) + 1)}
         for picked in itertools.product(*cuts.values()):
             axes = list(itertools.chain(*picked))

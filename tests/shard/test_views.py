@@ -133,7 +133,7 @@ def test_views_in_place_change_layout_and_shape() -> None:
     leaf = hp.distribute_tensor(tensor(4, 3).requires_grad_(), mesh, [hp.Shard(0)])
     (leaf * 1).t_().sum().backward()
     assert leaf.grad is not None and torch.equal(leaf.grad.full_tensor(), torch.ones(4, 3, dtype=torch.float64))
-    with pytest.raises(RuntimeError, match=r"dim 0 of a tensor of global shape \(1, 3\) .* is cut.*or use squeeze"):
+    with pytest.raises(RuntimeError, match=r"dim 0 of a tensor of global shape \(1, 3\) .* is sharded.*or use squeeze"):
         hp.distribute_tensor(tensor(1, 3), mesh, [hp.Shard(0)]).squeeze_()
     with pytest.raises(IndexError, match="dim 5 is out of range for 3 dims"):
         hp.distribute_tensor(tensor(1, 3), mesh, [hp.Shard(1)]).unsqueeze_(5)
@@ -194,5 +194,5 @@ def test_what_is_written_without_counting() -> None:
         if place == hp.Replicate():
             torch.testing.assert_close(turned.as_strided((5,), (2,)).full_tensor(), plain.t().as_strided((5,), (2,)))
             turned = x[:, ::2]
-        with pytest.raises(RuntimeError, match=r"as_strided of .*do not lie in order.*contiguous\(\) first"):
+        with pytest.raises(RuntimeError, match=r"as_strided of .*are not in order.*contiguous\(\) first"):
             turned.as_strided((2,), (1,))

@@ -19,6 +19,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import torch
 
 import hyper_parallel as hp
+from hyper_parallel.platform.shared.membership import belongs_to_rank
 
 VOCABULARY = 37  # divides by neither 2 nor 4
 
@@ -213,32 +214,43 @@ class _DoubleTorch:
         return getattr(torch, name)
 
 
+_double = _DoubleTorch()
+_kinds = (torch.Tensor, hp.DTensor)
+_floats = [vars(kind).get("float") for kind in _kinds]
+
+
+def _is_double() -> bool:
+    return torch.Tensor.float is torch.Tensor.double
+
+
+def _set_double(is_double: bool) -> None:
+    if is_double == _is_double():
+        return
+    for name, module in list(sys.modules.items()):
+        if name.startswith(("transformers.models.", "transformers.integrations.", "transformers.modeling_rope")) and (
+            vars(module).get("torch") in (torch, _double)
+        ):
+            module.torch = _double if is_double else torch
+    for kind, method in zip(_kinds, _floats, strict=True):
+        if is_double:
+            kind.float = kind.double
+        elif method is None:
+            del kind.float
+        else:
+            kind.float = method
+
+
+belongs_to_rank(_is_double, _set_double)
+
+
 @contextmanager
 def in_double() -> Iterator[None]:
     """See Note [Double precision in code that asks for single]."""
-    double = _DoubleTorch()
-    modules = [
-        module
-        for name, module in sys.modules.items()
-        if name.startswith(("transformers.models.", "transformers.integrations.", "transformers.modeling_rope"))
-        and getattr(module, "torch", None) is torch
-    ]
-    kinds = (torch.Tensor, hp.DTensor)
-    before = [vars(kind).get("float") for kind in kinds]
-    for module in modules:
-        module.torch = double
-    for kind in kinds:
-        kind.float = kind.double
+    _set_double(True)
     try:
         yield
     finally:
-        for module in modules:
-            module.torch = torch
-        for kind, method in zip(kinds, before, strict=True):
-            if method is None:
-                del kind.float
-            else:
-                kind.float = method
+        _set_double(False)
 
 
 def loss_of(outputs: Any) -> torch.Tensor:

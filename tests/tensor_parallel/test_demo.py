@@ -28,7 +28,7 @@ def test_make_demo_shows_equal_losses_memory_collectives_and_the_drawing(tmp_pat
     done = _run("make", "demo", ARGS=f"--steps {steps} --svg {tmp_path / 'layouts.svg'}")
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"The losses are equal on every rank at all {steps} steps" in done.stdout
-    assert f"cut over 4 processes: step {steps} of {steps}" in done.stdout
+    assert f"sharded over 4 processes: step {steps} of {steps}" in done.stdout
     assert "attention.query" in done.stdout and "128/tp x 128" in done.stdout
     assert "\x1b" not in done.stdout, "colours where there is no terminal"
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in done.stdout.splitlines() if "│" in line]
@@ -44,7 +44,7 @@ def test_make_demo_shows_equal_losses_memory_collectives_and_the_drawing(tmp_pat
 def test_demo_ends_with_a_clear_message_when_a_rank_dies():
     done = _demo("--ranks", "2", "--steps", "4", "--kill-rank", "1")
     assert done.returncode == 1, done.stdout
-    assert "The cut run failed: rank 1 was ended by SIGKILL; the other ranks were stopped" in done.stdout
+    assert "The sharded run failed: rank 1 was ended by SIGKILL; the other ranks were stopped" in done.stdout
 
 
 def test_demo_says_so_when_the_losses_differ(tmp_path):

@@ -19,7 +19,7 @@ PICTURE = Path(__file__).parents[2] / "docs" / "llama_block.svg"
 _TEXT = """\
 Llama on tp=4
 module parameters in out
-embedding weight 30/tp x 16 2 x 8 2 x 8 x 16, sum over tp pending
+embedding weight 30/tp x 16 2 x 8 2 x 8 x 16, partial sum over tp
 ~ reduce-scatter, 768 B sent 2 x 8/tp x 16
 blocks.0 to blocks.1, all alike
 attention_norm weight 16 2 x 8/tp x 16 2 x 8/tp x 16
@@ -84,7 +84,7 @@ def test_layouts_and_tensors_without_a_world():
     mesh = _mesh()
     pending = hp.Layout.from_placements(mesh.mesh, [hp.Partial(), hp.Shard(1)], 2)
     text = str(hp.draw({"x": mesh("dp", "None"), "both": mesh(("tp", "dp"), "None"), "y": pending}))
-    for part in ("layouts on dp=2 x tp=2", "8/dp x 8", "8/tp/dp x 8", "8 x 8/tp, sum over dp pending"):
+    for part in ("layouts on dp=2 x tp=2", "8/dp x 8", "8/tp/dp x 8", "8 x 8/tp, partial sum over dp"):
         assert part in text, text
     assert "5/dp x 3" in str(hp.draw(mesh("dp", "None"), (5, 3)))
     assert "scalar" in str(hp.draw(torch.tensor(1.0)))

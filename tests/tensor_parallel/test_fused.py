@@ -17,7 +17,7 @@ only_on = "torch"  # modules of PyTorch; cells: test_styles_on_mindspore.py
 
 
 def _mesh() -> hp.DeviceMesh:
-    return hp.init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("tp",))
+    return hp.init_device_mesh("cpu", (hp.get_platform().get_world_size(),), mesh_dim_names=("tp",))
 
 
 def _x(width: int) -> torch.Tensor:
@@ -268,7 +268,7 @@ def test_refusals() -> None:
         ):
             hp.parallelize_module(Doubled(4, 8), mesh, style)
     with pytest.raises(
-        ValueError, match="cut by heads leave as plain blocks; leave out num_heads, or use_local_output"
+        ValueError, match="sharded by heads become plain local tensors; leave out num_heads, or use_local_output"
     ):
         hp.FusedColwiseParallel({"q": 4, "k": 4}, num_heads=2, use_local_output=False)
     tied = nn.ModuleList([nn.Linear(4, 8), nn.Linear(4, 8)])
@@ -282,5 +282,5 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match=r"'weight' has no memory yet, .*call materialize before parallelize_module"):
         hp.parallelize_module(deferred, mesh, hp.FusedColwiseParallel({"a": 4, "b": 4}))
     output = hp.parallelize_module(nn.Linear(6, 4), mesh, hp.HeadParallel("output", num_heads=3))
-    with pytest.raises(TypeError, match="come as plain blocks, got a distributed tensor"):
+    with pytest.raises(TypeError, match="come as plain local tensors, got a distributed tensor"):
         output(hp.distribute_tensor(torch.ones(1, 6), mesh, [hp.Shard(1)]))

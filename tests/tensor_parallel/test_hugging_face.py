@@ -32,7 +32,7 @@ TIMEOUT = 600  # seconds; the first test on a world imports transformers on ever
 
 
 def _mesh():
-    return hp.init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("tp",))
+    return hp.init_device_mesh("cpu", (hp.get_platform().get_world_size(),), mesh_dim_names=("tp",))
 
 
 def _cut(name, dtype=torch.float64, **options):
@@ -122,7 +122,7 @@ def test_fused_projections_can_become_parameters_of_their_own(name):
 @run_on_ranks(2, sweep=(4,), timeout=TIMEOUT)
 def test_fused_projections_need_no_gather():
     """Query, key and value, or gate and up, in one weight: the same collectives as where each has its own."""
-    num_layers, divides = 2, torch.distributed.get_world_size() == 2
+    num_layers, divides = 2, hp.get_platform().get_world_size() == 2
     for name in ("gpt2", "gpt_neox", *(["phi3"] if divides else [])):  # it has 2 key heads
         model = _cut(name, plain_outputs=False, split_fused=True)
         with hp.CommRecorder() as forward:
@@ -137,9 +137,9 @@ def test_fused_projections_need_no_gather():
 @run_on_ranks(2, timeout=TIMEOUT)
 def test_a_fused_weight_of_files_is_read_into_its_parts(tmp_path):
     plain, cut = build("gpt2"), _cut("gpt2", split_fused=True)
-    if torch.distributed.get_rank() == 0:
+    if hp.get_platform().get_rank() == 0:
         plain.save_pretrained(tmp_path)
-    torch.distributed.barrier()
+    hp.get_platform().barrier()
     with torch.no_grad():
         for parameter in cut.parameters():
             parameter.zero_()

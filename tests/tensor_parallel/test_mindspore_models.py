@@ -90,7 +90,7 @@ def test_a_refusal_names_the_cell():
             super().__init__()
             self.layers = nn.CellList([nn.SequentialCell(nn.Dense(4, 5), nn.Dense(4, 8), nn.Dense(8, 4))])
 
-    with pytest.raises(hp.plans.PlanError, match=r"cannot tell how to cut 'layers.0.\w', a Dense"):
+    with pytest.raises(hp.plans.PlanError, match=r"cannot tell how to shard 'layers.0.\w', a Dense"):
         hp.plans.for_model(Odd())
     with pytest.raises(hp.plans.PlanError, match=r"no linear layers in SequentialCell.*its largest.*of '0'"):
         hp.plans.for_model(nn.SequentialCell(nn.Conv2d(1, 2, 3)))

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hyper_parallel as hp
 from hyper_parallel import models
-from hyper_parallel.plans.styles import CutAttention, CutParameters, SingleDeviceCode
+from hyper_parallel.plans.styles import ShardAttention, ShardParameters, SingleDeviceCode
 from tests.tensor_parallel.toy import parts_joined
 from tests.world import run_on_ranks
 
@@ -17,7 +17,7 @@ only_on = "torch"  # PyTorch's transformers; cells: test_mindspore_models.py
 
 
 def _mesh():
-    return hp.init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("tp",))
+    return hp.init_device_mesh("cpu", (hp.get_platform().get_world_size(),), mesh_dim_names=("tp",))
 
 
 class UnknownBlock(nn.Module):
@@ -170,8 +170,8 @@ def test_everything_the_frameworks_attention_can_be_asked_for():
         plain = nn.MultiheadAttention(16, 4, **options).double()
         cut = copy.deepcopy(plain)
         plan = {
-            "": [SingleDeviceCode(plain_outputs=True), CutAttention()],
-            "out_proj": CutParameters({"weight": hp.Shard(1)}),
+            "": [SingleDeviceCode(plain_outputs=True), ShardAttention()],
+            "out_proj": ShardParameters({"weight": hp.Shard(1)}),
         }
         hp.parallelize_module(cut, _mesh(), plan)
         for name, (inputs, asked) in calls.items():
@@ -250,7 +250,7 @@ def test_the_plan_is_short_and_tells_what_happens():
         "[RowwiseParallel(input_layouts=Shard(-1), output_layouts=Shard(1), use_local_output=False)]"
     )
     assert repr(plan["blocks.*.attention"]) == "[GatherInputs()]"
-    assert repr(plan["norm"]) == "[WholeParameters()]"
+    assert repr(plan["norm"]) == "[ReplicateParameters()]"
 
 
 def test_unknown_names_are_read_by_size():
@@ -273,22 +273,22 @@ class Odd(nn.Module):
     [
         (
             Odd(nn.Linear(4, 5)),
-            r"cannot tell how to cut 'layers.0.part', a Linear: the linear layers beside each other, layers.0.part "
-            r"\(4 -> 5\).*make no pair.*Leave it whole with keep_whole=\['layers.\*.part'\]",
+            r"cannot tell how to shard 'layers.0.part', a Linear: the linear layers beside each other, layers.0.part "
+            r"\(4 -> 5\).*make no pair.*Leave it replicated with keep_whole=\['layers.\*.part'\]",
         ),
         (
             Odd(nn.ModuleDict({"a": nn.Linear(4, 5), "b": nn.Linear(3, 4)}), nn.Conv1d(1, 1, 1)),
-            r"cannot tell how to cut 'layers.0.part', a ModuleDict: .*Leave what cannot be told whole with "
+            r"cannot tell how to shard 'layers.0.part', a ModuleDict: .*Leave what cannot be told replicated with "
             r"keep_whole=\['layers.\*.part', 'layers.\*.more'\]",
         ),
         (
             nn.ModuleList([nn.Conv2d(1, 2, 3), nn.LSTM(4, 4)]),
-            r"cannot tell how to cut '0', a Conv2d .*Nothing else can: write a plan by hand, a dict from paths to Col",
+            r"cannot tell how to shard '0', a Conv2d .*Nothing else can: write a plan by hand, a dict from paths to",
         ),
         (
             Odd(nn.LSTM(4, 4)),
-            r"cannot tell how to cut 'layers.0.part', a LSTM with weights of its own \(weight_ih_l0, weight_hh_l0\). "
-            r"Leave it whole with keep_whole=\['layers.\*.part'\]",
+            r"cannot tell how to shard 'layers.0.part', a LSTM with weights of its own \(weight_ih_l0, weight_hh_l0\). "
+            r"Leave it replicated with keep_whole=\['layers.\*.part'\]",
         ),
         (
             nn.Sequential(nn.Conv2d(1, 2, 3)),
@@ -304,7 +304,7 @@ def test_a_refusal_names_the_module(model, said):
 
 def test_keep_whole_answers_a_refusal():
     plan = hp.plans.for_model(Odd(nn.LSTM(4, 4)), keep_whole=["layers.*.part"])
-    assert repr(plan["layers.*.part"]) == "[WholeParameters()]"
+    assert repr(plan["layers.*.part"]) == "[ReplicateParameters()]"
     assert "ColwiseParallel" in repr(plan["layers.*.up"])
 
 
@@ -345,9 +345,9 @@ def test_what_a_model_draws_for_itself_is_the_same_on_every_rank():
     model = _StochasticModel()
     hp.parallelize_module(model, _mesh(), hp.plans.for_model(model))
     hp.manual_seed(1)
-    torch.manual_seed(torch.distributed.get_rank())
+    torch.manual_seed(hp.get_platform().get_rank())
     expected = torch.rand(6)
-    torch.manual_seed(torch.distributed.get_rank())
+    torch.manual_seed(hp.get_platform().get_rank())
     drawn = [torch.rand(3)]
     x = torch.ones(8, 4, requires_grad=True)
     first, second = model(x), model(x)
@@ -363,6 +363,6 @@ def test_what_a_model_draws_for_itself_is_the_same_on_every_rank():
     (of_repeated,) = torch.autograd.grad(repeated.sum(), x)
     for value in (first, second, gradient):
         both = [None] * 2
-        torch.distributed.all_gather_object(both, value.detach())
+        hp.get_platform().all_gather_object(both, value.detach())
         assert torch.equal(*both)
     assert torch.equal(repeated, first) and torch.equal(of_repeated, gradient)

@@ -15,7 +15,7 @@ only_on = "torch"  # blocks of PyTorch's modules; cells: test_styles_on_mindspor
 
 
 def _mesh() -> hp.DeviceMesh:
-    return hp.init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("tp",))
+    return hp.init_device_mesh("cpu", (hp.get_platform().get_world_size(),), mesh_dim_names=("tp",))
 
 
 def _block_plan(plan: dict) -> dict:
@@ -47,9 +47,9 @@ def test_collectives_per_half_block_and_pass(kind: str) -> None:
         x = hp.distribute_tensor(_x(length), mesh, [hp.Replicate() if kind == "tp" else hp.Shard(1)]).requires_grad_()
         start = x * 1  # a block in the middle of a model: its input is computed
         if kind != "sp":
-            from hyper_parallel.core.modules.boundary import leave
+            from hyper_parallel.core.modules.boundary import to_plain_local
 
-            start = leave(start)
+            start = to_plain_local(start)
         with hp.CommRecorder() as forward:
             out = block(start)
         with hp.CommRecorder() as backward:
@@ -94,6 +94,7 @@ def test_norm_over_each_head() -> None:
         same_as_one_device(built(), lambda m, p=plan: hp.parallelize_module(m, mesh, p), (x,))
 
 
+@pytest.mark.processes("counts the objects of one process")
 @run_on_ranks(2)
 def test_nothing_is_kept_between_steps_and_checkpoints_recompute() -> None:
     """Edges that tensors remember die with them, without the garbage collector."""

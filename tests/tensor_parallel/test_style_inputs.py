@@ -49,7 +49,7 @@ def test_refusals_of_prepared_values() -> None:
     with pytest.raises(ValueError, match="one output, but output_layouts has 2"):
         hp.parallelize_module(Identity(), mesh, out)(ours(torch.ones(2, 2)))
     layer = hp.parallelize_module(linear(4, 4), mesh, hp.RowwiseParallel())
-    with pytest.raises(ValueError, match=r"has a block of shape \(2, 2\) on rank [01], got"):
+    with pytest.raises(ValueError, match=r"has a local tensor of shape \(2, 2\) on rank [01], got"):
         layer(ours(torch.ones(2, 3)))
     deep = hp.parallelize_module(linear(4, 4), mesh, hp.ColwiseParallel(output_layouts=hp.Shard(3)))
     with pytest.raises(ValueError, match=r"ColwiseParallel on .*: Shard\(3\) on axis .tp.: the tensor has 2 dims"):
@@ -105,5 +105,7 @@ def test_uneven_plain_blocks_are_an_error_on_every_rank() -> None:
     mesh = _mesh()
     norm = hp.parallelize_module(Norm(8), mesh, hp.SequenceParallel())
     out = norm(ours(torch.randn(2, 3 - mesh.get_local_rank(), 8)))
-    with pytest.raises(RuntimeError, match=r"got blocks of different sizes \(rank 0: \(2, 3, 8\), rank 1: \(2, 2, 8\)"):
+    with pytest.raises(
+        RuntimeError, match=r"got local tensors of different sizes \(rank 0: \(2, 3, 8\), rank 1: \(2, 2, 8\)"
+    ):
         out.full_tensor()

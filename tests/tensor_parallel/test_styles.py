@@ -15,7 +15,7 @@ only_on = "torch"  # modules of PyTorch; cells: test_styles_on_mindspore.py
 
 
 def _mesh() -> hp.DeviceMesh:
-    return hp.init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("tp",))
+    return hp.init_device_mesh("cpu", (hp.get_platform().get_world_size(),), mesh_dim_names=("tp",))
 
 
 def _x(*shape: int, seed: int = 0) -> torch.Tensor:

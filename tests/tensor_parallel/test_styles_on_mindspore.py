@@ -267,7 +267,9 @@ def test_other_styles():
         lambda y: product(y[0]) + y[1].sum(),
     )
 
-    with pytest.raises(NotImplementedError, match="ColwiseParallel cuts linear layers and embeddings, not a LayerNorm"):
+    with pytest.raises(
+        NotImplementedError, match="ColwiseParallel shards linear layers and embeddings, not a LayerNorm"
+    ):
         hp.parallelize_module(nn.LayerNorm((4,)), mesh, ColwiseParallel())
 
 
@@ -386,7 +388,7 @@ class ScaledProduct(hp.DFunction):
 class ProductLayout(hp.DistributedOp):
     def infer_layout(self, layouts: Any, extra_args: Any) -> Layout:
         x, weight = layouts[:2]
-        return Layout.of(x.mesh, (x.cuts[0], weight.cuts[1]))
+        return Layout.of(x.mesh, (x.shard_axes[0], weight.shard_axes[1]))
 
 
 @run_on_ranks(2, timeout=300)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Setup:
-    """First message to a new rank: who it is and where it lives."""
+    """First message to a new rank: who it is and where it lives. Without a world its ranks are threads of it."""
 
     framework: str
     rank: int
@@ -30,6 +30,7 @@ class Call:
     arguments: bytes
     seed: int
     import_path: tuple[str, ...]
+    num_threads: int = 0  # ranks that are threads of the process; 0: the process is a rank
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=os.environ.get("HYPER_PARALLEL_PLATFORM", "torch").lower(),
         help="framework the tests run on (default: HYPER_PARALLEL_PLATFORM, else torch)",
     )
+    group.addoption(
+        "--world",
+        choices=("threads", "processes"),
+        help="what the ranks of `run_on_ranks` are; without it threads of one process for the parallelisms on PyTorch "
+        "(but for tests marked `processes`, and in a sweep), real processes for all else",
+    )
     group.addoption("--sweep", action="store_true", help="try everything, not the small selection of every change")
     group.addoption(
         "--world-size", type=int, metavar="N", help="run only the cases of `run_on_ranks` that have N ranks"
@@ -33,6 +39,9 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers", "ranks(*sizes, sweep): the test runs on every rank of worlds of these sizes (use run_on_ranks)"
     )
     config.addinivalue_line("markers", "sweep: too long for every change; run by make sweep")
+    config.addinivalue_line(
+        "markers", "processes(why): the ranks of this test are real processes, also where others are threads"
+    )
     name = config.getoption("--platform")
     if name not in FRAMEWORKS:  # It can come from the environment, which argparse does not check.
         raise pytest.UsageError(f"HYPER_PARALLEL_PLATFORM={name}: must be one of {', '.join(FRAMEWORKS)}")
@@ -40,6 +49,9 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f'--platform={name}: {name} is not installed; pip install "hyper-parallel[{name}]"')
     os.environ["HYPER_PARALLEL_PLATFORM"] = name
 
+
+_USES_THREADS = pytest.StashKey[bool]()
+_WORLDS = pytest.StashKey[Worlds]()
 
 _IMPORTS = {
     "torch": re.compile(
@@ -101,11 +113,32 @@ def _world_size(item: pytest.Item) -> int | None:
     return call.params.get(WORLD_SIZE) if call else None
 
 
+# Whose ranks are threads: what communicates through the platform only, and is not about how it does.
+_ON_THREADS = ("core", "shard", "tensor_parallel", "fully_shard")
+
+
+def _uses_threads(item: pytest.Item) -> bool:
+    asked = item.config.getoption("--world")
+    may = item.config.getoption("--platform") == "torch" and item.path.parent.name in _ON_THREADS
+    if asked is None:
+        asked = "processes" if item.config.getoption("--sweep") else "threads"
+    return may and asked == "threads" and item.get_closest_marker("processes") is None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    item.config.stash[_USES_THREADS] = _uses_threads(item)
+    if _WORLDS in item.config.stash:
+        item.config.stash[_WORLDS].uses_threads = item.config.stash[_USES_THREADS]
+
+
 @pytest.fixture(scope="session")
 def worlds(pytestconfig: pytest.Config) -> Iterator[Worlds]:
     """`worlds(4).run(function, *args)`: the results of a module-level function by rank, on 4 real processes."""
     worlds = Worlds(pytestconfig.getoption("--platform"))
     worlds.sweep = pytestconfig.getoption("--sweep")
+    worlds.uses_threads = pytestconfig.stash[_USES_THREADS]
+    pytestconfig.stash[_WORLDS] = worlds
     yield worlds
     worlds.close()
 

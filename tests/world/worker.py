@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import functools
 import gc
 import importlib
 import os
@@ -16,6 +17,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
+from typing import Any
 
 import pytest
 
@@ -80,7 +82,8 @@ def _join(framework: Framework, setup: Setup) -> Ready:
         GLOO_SOCKET_IFNAME="lo0" if sys.platform == "darwin" else "lo",
     )
     framework.reset(0)
-    framework.join_world(setup.rank, setup.world_size, setup.port)
+    if setup.world_size:
+        framework.join_world(setup.rank, setup.world_size, setup.port)
     return Ready()
 
 
@@ -88,9 +91,11 @@ def _run(framework: Framework, request: bytes) -> Returned:
     call: Call = pickle.loads(request)
     sys.path[:] = call.import_path
     function = _find(call.module, call.qualname)
-    args, kwargs = pickle.loads(call.arguments)
     with _clean_state(framework, call.seed):
-        value = function(*args, **kwargs)
+        if call.num_threads:
+            value = _threads(call.num_threads).run(_call, function, call.arguments)
+        else:
+            value = _call(function, call.arguments)
     try:
         return Returned(pickle.dumps(value))
     except Exception as error:
@@ -98,6 +103,18 @@ def _run(framework: Framework, request: bytes) -> Returned:
             f"{call.qualname} returned a {type(value).__name__} that cannot be sent to the pytest process: {error}. "
             "Return numbers, strings, arrays, tensors or containers of them."
         ) from None
+
+
+def _call(function: Callable, arguments: bytes) -> Any:
+    args, kwargs = pickle.loads(arguments)
+    return function(*args, **kwargs)
+
+
+@functools.cache
+def _threads(num_ranks: int) -> Any:
+    from hyper_parallel.testing import threads
+
+    return threads(num_ranks)
 
 
 def _find(module: str, qualname: str) -> Callable:

@@ -1,4 +1,8 @@
-"""Worlds: real processes in one default process group, started on first use, replaced after a failure."""
+"""Worlds: real processes in one default process group, started on first use, replaced after a failure.
+
+Where the test asks for threads, the ranks are threads of one such process (``hyper_parallel.testing.threads``), so that
+a test that hangs or crashes is found and ended in the same way.
+"""
 
 from __future__ import annotations
 
@@ -63,13 +67,15 @@ class Worlds:
         self.framework = FRAMEWORKS[framework]
         self._may_fork = may_fork
         self.sweep = False  # whether everything is tried, and not a small selection
+        self.uses_threads = False  # whether the ranks of the test that runs now are threads
         self._nursery: Nursery | None = None
         self._worlds: dict[int, World] = {}
 
     def __call__(self, world_size: int, timeout: float = DEFAULT_TIMEOUT) -> TimedWorld:
-        if world_size not in self._worlds:
-            self._worlds[world_size] = World(self, world_size)
-        return TimedWorld(self._worlds[world_size], timeout)
+        key = 0 if self.uses_threads else world_size
+        if key not in self._worlds:
+            self._worlds[key] = World(self, world_size) if key else World(self, 1, hosts_threads=True)
+        return TimedWorld(self._worlds[key], timeout, world_size if self.uses_threads else 0)
 
     @property
     def nursery(self) -> Nursery:
@@ -101,28 +107,31 @@ class TimedWorld:
 
     world: World
     timeout: float
+    num_threads: int = 0
 
     def run(self, function: Callable, /, *args: Any, **kwargs: Any) -> list[Any]:
         """Run a module-level function on every rank; gives the results by rank."""
         __tracebackhide__ = True
-        return self.world.run(function, args, kwargs, self.timeout)
+        results = self.world.run(function, args, kwargs, self.timeout, self.num_threads)
+        return results[0] if self.num_threads else results
 
 
 class World:
     """The ranks of one world size. They are started by the first call, and again by the first call after a failure."""
 
-    def __init__(self, worlds: Worlds, world_size: int) -> None:
+    def __init__(self, worlds: Worlds, world_size: int, hosts_threads: bool = False) -> None:
         if world_size < 1:
             raise ValueError(f"a world has at least 1 rank, not {world_size}")
         self.world_size = world_size
+        self._hosts_threads = hosts_threads
         self._worlds = worlds
         self._ranks: list[_Rank] = []
         self._last_call = ""
 
-    def run(self, function: Callable, args: tuple, kwargs: dict, timeout: float) -> list[Any]:
+    def run(self, function: Callable, args: tuple, kwargs: dict, timeout: float, num_threads: int = 0) -> list[Any]:
         """Run the function on every rank; gives the results by rank or raises `RanksFailed` after `timeout` at most."""
         __tracebackhide__ = True
-        call = _make_call(function, args, kwargs)
+        call = _make_call(function, args, kwargs, num_threads)
         name = f"{call.module}.{call.qualname}"
         try:
             self._retire_if_broken()
@@ -175,7 +184,8 @@ class World:
         for number in range(self.world_size):
             self._ranks.append(self._start_rank(number))
         name, directory, path = self._worlds.framework.name, os.getcwd(), tuple(sys.path)
-        setups = [Setup(name, rank.rank, self.world_size, port, directory, path) for rank in self._ranks]
+        world_size = 0 if self._hosts_threads else self.world_size
+        setups = [Setup(name, rank.rank, world_size, port, directory, path) for rank in self._ranks]
         self._ask([pickle.dumps(setup) for setup in setups], START_TIMEOUT, "the start")
 
     def _start_rank(self, number: int) -> _Rank:
@@ -290,7 +300,7 @@ def busyness() -> float:
     return min(max(os.getloadavg()[0] / (os.cpu_count() or 1), 1.0), 10.0)
 
 
-def _make_call(function: Callable, args: tuple, kwargs: dict) -> Call:
+def _make_call(function: Callable, args: tuple, kwargs: dict, num_threads: int) -> Call:
     __tracebackhide__ = True
     module, qualname = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     if not module or not qualname or "<" in qualname:
@@ -310,7 +320,7 @@ def _make_call(function: Callable, args: tuple, kwargs: dict) -> Call:
                 ) from None
         raise
     seed = zlib.crc32(f"{module}.{qualname}".encode())
-    return Call(module, qualname, arguments, seed, tuple(sys.path))
+    return Call(module, qualname, arguments, seed, tuple(sys.path), num_threads)
 
 
 def _reserve_port() -> int:

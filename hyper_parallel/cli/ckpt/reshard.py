@@ -1,4 +1,4 @@
-"""`hyper-parallel ckpt reshard`: a checkpoint written again in the cuts of another mesh."""
+"""`hyper-parallel ckpt reshard`: a checkpoint written again sharded as on another mesh."""
 
 from collections.abc import Iterable
 from typing import Annotated, Any
@@ -14,23 +14,29 @@ def reshard(
     source: Place,
     destination: Destination,
     mesh: Annotated[str, typer.Option(help="The axes of the mesh, as in 'dp=2,tp=4'.")],
-    cut: Annotated[
+    shard: Annotated[
         list[str] | None,
-        typer.Option(help="The axes that cut each dim, as in 'layers.*.weight=tp,None' or '**=dp+tp'. Repeatable."),
+        typer.Option(
+            "--shard",
+            "--cut",
+            help="The mesh axes that shard each dim, as in 'layers.*.weight=tp,None' or '**=dp+tp'. Repeatable.",
+        ),
     ] = None,
     max_file_size: FileSize = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Write a checkpoint again, cut as a job on the mesh would cut it. Any checkpoint loads under any layout without
-    this; it makes the reads of that job contiguous."""
+    """Write a checkpoint again, sharded as a job on the mesh would shard it. Any checkpoint loads under any layout
+    without this; it makes the reads of that job contiguous."""
     with shown_errors():
         check_free(destination, overwrite)
         rewrite = checkpoint_module("tools.rewrite")
         with open_checkpoint(source) as opened, progress_bar("reshard") as progress:
-            cuts = rewrite.Cuts(_mesh(mesh), _each_once(_cut(text) for text in cut or ()))
+            layouts = rewrite.LayoutsByName(_mesh(mesh), _each_once(_shard(text) for text in shard or ()))
             options = {} if max_file_size is None else {"max_file_bytes": max_file_size}
             selection = rewrite.Selection(opened)
-            written = rewrite.write_checkpoint(selection, destination, cuts=cuts, progress=progress, **options)
+            written = rewrite.write_checkpoint(
+                selection, destination, layouts_by_name=layouts, progress=progress, **options
+            )
     say(f"{destination}: {counted(written, 'tensor')} written")
 
 
@@ -50,10 +56,10 @@ def _each_once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _cut(text: str) -> tuple[str, list[str]]:
+def _shard(text: str) -> tuple[str, list[str]]:
     pattern, equals, aliases = text.rpartition("=")
     if not equals or not pattern:
         raise ValueError(
-            f"--cut {text!r} is not of the form 'name=axis,axis', one for each dim, 'None' for a whole one"
+            f"--shard {text!r} is not of the form 'name=axis,axis', one for each dim, 'None' for one not sharded"
         )
     return pattern, aliases.split(",") if aliases else []

@@ -4,6 +4,7 @@ together differently; :func:`save` runs them in a row.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -112,74 +113,98 @@ def prepare_save(
     """
     planner = planner if planner is not None else StandardSavePlanner()
     writer = storage_writer if storage_writer is not None else default_writer(checkpoint_id)
+    planning = _Planning(state_dict, checkpoint_id, writer, planner, agreement, question, known)
+    try:
+        save_name, decision, answer = agreement.round(
+            "saving (planning)", planning.look, planning.open_save, one_each=True
+        )
+        prepared = planning.prepared(save_name, answer)
+        prepared.decision = decision
+        return prepared
+    except BaseException:
+        writer.end()
+        raise
 
+
+@dataclass
+class _Planning:
+    """The round in which the ranks plan: each looks, the coordinator opens the save, each makes its plan of the answer.
+
+    The answer is the plan itself where the planner needs to see all of them; else whether all ranks hold the same
+    things, and whether those are the things of the save whose plan is known.
+    """
+
+    state_dict: dict[str, Any]
+    checkpoint_id: CheckpointId
+    writer: StorageWriter
+    planner: SavePlanner
+    agreement: Agreement
+    question: Question | None
+    known: KnownPlan | None
     own_specs: Specs | None = None  # None: of a planner that may plan in another way
+    all_plans: list[SavePlan] | None = None  # on the coordinator, where the plans are gathered
+    metadata: Metadata | None = None
 
-    def look() -> tuple[Any, Any, Any]:
-        value, answer = look_at_state(), None if question is None else question.look()
-        return value, answer, recall()
+    def look(self) -> tuple[Any, Any, str | None]:
+        """On every rank: its plan or the fingerprint of what it holds, what the question asks, the save it recalls."""
+        value = self._look_at_state()
+        return value, None if self.question is None else self.question.look(), self._recalled()
 
-    def recall() -> str | None:
-        nonlocal own_specs
-        if type(planner) is not StandardSavePlanner:
-            return None
-        own_specs = planner.specs
-        return known.save_name if known is not None and own_specs == known.own_specs else None
-
-    def look_at_state() -> Any:
-        stateful = stateful_in(state_dict)
-        state = {**state_dict, **{key: value.state_dict() for key, value in stateful.items()}}
+    def _look_at_state(self) -> Any:
+        planner, agreement = self.planner, self.agreement
+        stateful = stateful_in(self.state_dict)
+        state = {**self.state_dict, **{key: value.state_dict() for key, value in stateful.items()}}
         planner.configure_planner(
             state,
             rank=agreement.rank,
             world_size=agreement.world_size,
             is_coordinator=agreement.is_coordinator,
         )
-        writer.open(checkpoint_id)
+        self.writer.open(self.checkpoint_id)
         if planner.needs_global_plan:
             return planner.build_local_plan()
         if agreement.world_size == 1:
             planner.set_specs(alone(planner.specs, get_platform().get_rank()))  # type: ignore[attr-defined]
         return fingerprint(planner.specs)  # type: ignore[attr-defined]
 
-    gathered: dict[str, Any] = {}
+    def _recalled(self) -> str | None:
+        if type(self.planner) is not StandardSavePlanner:
+            return None
+        self.own_specs = self.planner.specs
+        known = self.known
+        return known.save_name if known is not None and self.own_specs == known.own_specs else None
 
-    def open_save(looks: list[tuple[Any, Any, Any]]) -> list[Any]:
+    def open_save(self, looks: list[tuple[Any, Any, str | None]]) -> list[Any]:
+        """On the coordinator: begin the save; (its name, the decision, the answer) for each rank."""
         values = [value for value, _, _ in looks]
-        decision = None if question is None else question.decide([seen for _, seen, _ in looks])
+        decision = None if self.question is None else self.question.decide([seen for _, seen, _ in looks])
         save_name = new_save_name()
-        writer.begin(save_name)
-        if planner.needs_global_plan:
-            plans, gathered["metadata"] = planner.build_global_plan(values)
-            check_plans(plans, gathered["metadata"])
-            gathered["plans"] = plans
-            return [(save_name, decision, plan) for plan in plans]
+        self.writer.begin(save_name)
+        if self.planner.needs_global_plan:
+            self.all_plans, self.metadata = self.planner.build_global_plan(values)
+            check_plans(self.all_plans, self.metadata)
+            return [(save_name, decision, plan) for plan in self.all_plans]
         recalled = {name for *_, name in looks}
         is_as_before = len(recalled) == 1 and None not in recalled
         return [(save_name, decision, (len(set(values)) == 1, is_as_before))] * len(values)
 
-    try:
-        save_name, decision, answer = agreement.round("saving (planning)", look, open_save, one_each=True)
+    def prepared(self, save_name: str, answer: Any) -> PreparedSave:
+        """On every rank: the save that the answer makes."""
+        planner = self.planner
+        made = functools.partial(PreparedSave, self.agreement, self.writer, planner, save_name)
         if planner.needs_global_plan:
-            plan = planner.finalize_plan(answer)
-            plans, metadata = gathered.get("plans"), gathered.get("metadata")
-            return PreparedSave(agreement, writer, planner, save_name, plan, None, None, plans, metadata, decision)
+            return made(planner.finalize_plan(answer), None, all_plans=self.all_plans, metadata=self.metadata)
         assert isinstance(planner, StandardSavePlanner)
         is_uniform, is_as_before = answer
         if is_as_before:
-            assert known is not None
-            planner.set_specs(known.specs)
-            return PreparedSave(
-                agreement, writer, planner, save_name, known.plan, known.specs, known, decision=decision
-            )
+            assert self.known is not None
+            planner.set_specs(self.known.specs)
+            return made(self.known.plan, self.known.specs, self.known)
         if not is_uniform:  # The ranks hold different things: one more message, so that each knows who holds what.
-            planner.set_specs(agreement.round("saving (planning)", lambda: planner.specs, merge_specs))
+            planner.set_specs(self.agreement.round("saving (planning)", lambda: planner.specs, merge_specs))
         plan = planner.finalize_plan(planner.build_local_plan())
-        now_known = KnownPlan(save_name, own_specs, planner.specs, plan) if own_specs is not None else None
-        return PreparedSave(agreement, writer, planner, save_name, plan, planner.specs, now_known, decision=decision)
-    except BaseException:
-        writer.end()
-        raise
+        now_known = None if self.own_specs is None else KnownPlan(save_name, self.own_specs, planner.specs, plan)
+        return made(plan, planner.specs, now_known)
 
 
 def stage(planner: SavePlanner, plan: SavePlan, copy: bool = True) -> list[StagedItem]:

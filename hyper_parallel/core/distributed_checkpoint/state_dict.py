@@ -169,7 +169,7 @@ class _Owners:
                         raise ValueError(
                             f"parameter {place} (shape {tuple(parameter.shape)}) of group {index} of optimizer {number}"
                             f" ({type(optimizer).__name__}) is not a parameter of the model: pass the model that the "
-                            "optimizer was made for, and make optimizers after the model was cut"
+                            "optimizer was made for, and make optimizers after the model was parallelized"
                         )
                     if name in self.by_name:
                         raise ValueError(

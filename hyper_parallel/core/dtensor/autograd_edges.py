@@ -240,12 +240,12 @@ class EmptyOutsideMesh(_platform.Function):  # type: ignore[name-defined]
 
     @staticmethod
     def forward(ctx: Any, tensor: Any) -> Any:
-        ctx.whole = (tuple(tensor.shape), tensor.dtype, tensor.device)
+        ctx.original = (tuple(tensor.shape), tensor.dtype, tensor.device)
         return _platform.new_tensor(outside_shape(tuple(tensor.shape)), tensor.dtype, tensor.device)
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
-        return _ZerosOutsideMesh.apply(gradient, *ctx.whole)
+        return _ZerosOutsideMesh.apply(gradient, *ctx.original)
 
 
 class _ZerosOutsideMesh(_platform.Function):  # type: ignore[name-defined]

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.shared.membership import belongs_to_rank
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,14 @@ _asking = _Asking()
 _num_recording = 0
 
 
+def _set_num_recording(number: int) -> None:
+    global _num_recording
+    _num_recording = number
+
+
+belongs_to_rank(lambda: _num_recording, _set_num_recording)
+
+
 def is_recording() -> bool:
     """Whether any recorder is active in this process."""
     return _num_recording > 0
@@ -61,7 +70,7 @@ def attributed(reason: str, function: Callable[..., Any], *args: Any, chosen: Ca
 
 
 class CommRecorder:
-    """Records every collective of this process.
+    """Records every collective and message of tensors of this process; barriers and objects are not recorded.
 
     >>> with CommRecorder() as recorder:
     ...     pass
@@ -91,6 +100,8 @@ class CommRecorder:
         _num_recording -= 1
 
     def _record(self, op: str, ranks: list[int], shape: Any, dtype: str, num_bytes: int, async_op: bool) -> None:
+        if not dtype:
+            return
         reason, chosen = _asking.reasons[0] if _asking.reasons else ("explicit", "")
         sent = sent_bytes(op, num_bytes, len(ranks))
         what = (op, tuple(ranks), tuple(shape), dtype, num_bytes, sent, async_op)

@@ -1,6 +1,6 @@
 """Device meshes: ranks arranged on named axes, the process groups over their lines, and meshes cut out of meshes.
 
-Where ranks lie is the arithmetic of :mod:`rank_grid`, how meshes are cut is in :mod:`mesh_cutting`.
+Where ranks lie is the arithmetic of :mod:`rank_grid`, how meshes are cut is in :mod:`submeshes`.
 
 A mesh is a description: building one, cutting sub-meshes out of it, comparing or pickling it never communicates. A
 group is made when :meth:`DeviceMesh.get_group` first asks for it, and shared by all meshes with that line of ranks.
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from hyper_parallel.core.dtensor import mesh_cutting
+from hyper_parallel.core.dtensor import submeshes
 from hyper_parallel.core.dtensor.mesh_context import enter_mesh, leave_mesh
 from hyper_parallel.core.dtensor.mesh_description import (
     Ranks,
@@ -30,6 +30,7 @@ from hyper_parallel.core.dtensor.mesh_description import (
 )
 from hyper_parallel.core.dtensor.rank_grid import Axes, Axis, RankGrid
 from hyper_parallel.platform import EXISTING_COMM_GROUPS, get_platform
+from hyper_parallel.platform.shared.membership import current_member
 
 
 class DeviceMesh(RankGrid):
@@ -51,6 +52,7 @@ class DeviceMesh(RankGrid):
     _parent_root: DeviceMesh | None  # None: this is a root
     _blocks: Ranks  # see mesh_families.py
     _flattened: dict[str, Ranks]  # of a root: the families of the flattened axes, by name
+    _member: int | None  # the member that built it, see Note [Members] in platform/shared/membership.py
     _hash: int
     _submeshes: dict[tuple[Any, int], DeviceMesh]
 
@@ -91,12 +93,15 @@ class DeviceMesh(RankGrid):
         blocks: Ranks,
     ) -> None:
         self._fill_grid(ranks, names, rank)
+        member = current_member()
+        generation = None if member is None else member.generation
         vars(self).update(
             _device_type=device_type,
             _parent_root=root,
             _blocks=blocks,
             _flattened={},
-            _hash=hash((device_type, self._shape, names, self._rank_list)),
+            _member=generation,
+            _hash=hash((device_type, self._shape, names, self._rank_list, rank, generation)),
             _submeshes={},
         )
 
@@ -124,6 +129,12 @@ class DeviceMesh(RankGrid):
         """
         line = self.line(self._only_axis("get_group") if axis is None else axis)
         platform = get_platform()
+        member = current_member()
+        if self._member != (None if member is None else member.generation):
+            raise RuntimeError(
+                f"{self} was built by another rank of this process, or outside of its ranks, and is used on rank "
+                f"{platform.get_rank()}; build the mesh in the function that runs on the ranks"
+            )
         if self._rank is not None and self._rank != platform.get_rank():
             raise RuntimeError(
                 f"{self} describes what rank {self._rank} sees; rank {platform.get_rank()} has no group of it"
@@ -190,7 +201,7 @@ class DeviceMesh(RankGrid):
         >>> mesh["tp", "dp"]
         DeviceMesh('cpu', (tp=2, dp=2), ranks=[[0, 4], [1, 5]])
         """
-        return mesh_cutting.submesh(self, names)
+        return submeshes.submesh(self, names)
 
     def _derive(self, blocks: Ranks, names: tuple[str, ...] | None) -> DeviceMesh:
         """The mesh of this family that lies around this rank, or around the first one of this mesh."""
@@ -210,7 +221,7 @@ class DeviceMesh(RankGrid):
         >>> mesh["dp_cp", "tp"].shape
         (4, 2)
         """
-        return mesh_cutting.flatten(self, name)
+        return submeshes.flatten(self, name)
 
     def unflatten(self, axis: Axis, sizes: Sequence[int], names: Sequence[str] | None = None) -> DeviceMesh:
         """The same ranks with one axis split into several.
@@ -219,7 +230,7 @@ class DeviceMesh(RankGrid):
         >>> mesh.unflatten("dp", (2, 2), ("replicate", "shard"))
         DeviceMesh('cpu', (replicate=2, shard=2, tp=2), ranks=[[[0, 1], [2, 3]], [[4, 5], [6, 7]]])
         """
-        return mesh_cutting.unflatten(self, axis, sizes, names)
+        return submeshes.unflatten(self, axis, sizes, names)
 
     @staticmethod
     def concatenate(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
@@ -229,7 +240,7 @@ class DeviceMesh(RankGrid):
         >>> DeviceMesh.concatenate([mesh["tp"], mesh["dp"]]) == mesh["tp", "dp"]
         True
         """
-        return mesh_cutting.concatenate(meshes)
+        return submeshes.concatenate(meshes)
 
     # ---------------------------------------------------------------- as a value
 
@@ -254,6 +265,7 @@ class DeviceMesh(RankGrid):
             and self._names == other._names
             and self._device_type == other._device_type
             and self._rank == other._rank
+            and self._member == other._member
         )
 
     def __hash__(self) -> int:

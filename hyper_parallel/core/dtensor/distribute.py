@@ -32,17 +32,19 @@ def distribute_tensor(
     if isinstance(tensor, DTensor):
         if tensor.device_mesh != mesh:
             raise ValueError(
-                f"distribute_tensor: the tensor lies on {tensor.device_mesh} already; "
+                f"distribute_tensor: the tensor is on {tensor.device_mesh} already; "
                 f"use redistribute to move it to {mesh}"
             )
         layout = resolve_layout(mesh, placements, tensor.ndim)
         if layout is not tensor.layout:
-            raise ValueError(f"distribute_tensor: the tensor lies under {tensor.layout} already; use redistribute")
+            raise ValueError(f"distribute_tensor: the tensor has {tensor.layout} already; use redistribute")
         return tensor
     if not platform.is_tensor(tensor):
         raise TypeError(f"distribute_tensor takes a tensor, got {kind_of(tensor)}")
     if not platform.is_dense_tensor(tensor):
-        raise TypeError("distribute_tensor cannot cut a sparse or nested tensor; use to_dense() or to_padded_tensor()")
+        raise TypeError(
+            "distribute_tensor cannot shard a sparse or nested tensor; use to_dense() or to_padded_tensor()"
+        )
     shape = tuple(tensor.shape)
     layout = resolve_layout(mesh, placements, len(shape))
     if platform.needs_grad(tensor) and not platform.is_leaf(tensor):
@@ -51,9 +53,9 @@ def distribute_tensor(
                 f"distribute_tensor: a computed tensor of shape {shape} that needs a gradient cannot be sent from rank "
                 f"{src_data_rank}: its gradient would not find back; detach() it, or leave src_data_rank out"
             )
-        whole = DTensor.from_local(tensor, mesh, shape=shape)
-        return whole.redistribute(mesh, layout) if mesh.get_coordinate() is not None else _relabelled(whole, layout)
-    local = _cut(tensor, layout, shape, src_data_rank)
+        full = DTensor.from_local(tensor, mesh, shape=shape)
+        return full.redistribute(mesh, layout) if mesh.get_coordinate() is not None else _relabelled(full, layout)
+    local = _local_part(tensor, layout, shape, src_data_rank)
     made = platform.as_dtensor(DTensor, local, layout, shape)
     if platform.requires_grad(tensor):
         made.requires_grad = True
@@ -66,25 +68,25 @@ def _relabelled(outside: DTensor, layout: Layout) -> DTensor:
     return platform.as_dtensor(DTensor, platform.local_alias(outside), layout, outside.shape)
 
 
-def _cut(tensor: Any, layout: Layout, shape: tuple[int, ...], src_data_rank: int | None) -> Any:
+def _local_part(tensor: Any, layout: Layout, shape: tuple[int, ...], src_data_rank: int | None) -> Any:
     platform, mesh = get_platform(), layout.mesh
     coordinate = mesh.get_coordinate()
-    whole = platform.detached(tensor)
+    full = platform.detached(tensor)
     if src_data_rank is not None and mesh.size() > 1:
-        local = _scatter(whole, layout, shape, src_data_rank)
+        local = _scatter(full, layout, shape, src_data_rank)
     elif coordinate is None:
         local = platform.new_tensor(outside_shape(shape), tensor.dtype, tensor.device)
     else:
-        local = platform.slice_block(whole, layout.local_region(shape, coordinate))
+        local = platform.slice_block(full, layout.local_region(shape, coordinate))
     if coordinate is not None:
         local = platform.to_device(local, mesh.device_type)
         for place, op in zip(coordinate, layout.partials, strict=True):
             if op is not None and place != 0:
-                local = platform.neutral_like(local, op)
+                local = platform.identity_like(local, op)
     return local
 
 
-def _scatter(whole: Any, layout: Layout, shape: tuple[int, ...], source: int) -> Any:
+def _scatter(full: Any, layout: Layout, shape: tuple[int, ...], source: int) -> Any:
     """Every rank's block from rank ``source``; only the block travels."""
     platform, mesh = get_platform(), layout.mesh
     if source not in mesh.rank_list:
@@ -92,7 +94,7 @@ def _scatter(whole: Any, layout: Layout, shape: tuple[int, ...], source: int) ->
     rank = mesh.get_rank()
     coordinate = mesh.get_coordinate()
     if coordinate is None:
-        return platform.new_tensor(outside_shape(shape), whole.dtype, whole.device)
+        return platform.new_tensor(outside_shape(shape), full.dtype, full.device)
     ranks = sorted(mesh.rank_list)
     local_shape = layout.local_shape(shape, coordinate)
     inside = Region.whole(local_shape)
@@ -106,9 +108,9 @@ def _scatter(whole: Any, layout: Layout, shape: tuple[int, ...], source: int) ->
         kept = (layout.local_region(shape, coordinate), inside)
     else:
         receives[ranks.index(source)] = inside
-    whole = platform.to_device(whole, mesh.device_type)
+    full = platform.to_device(full, mesh.device_type)
     group = mesh.get_group(tuple(range(mesh.ndim)))
-    return platform.exchange_blocks(whole, sends, receives, kept, local_shape, group).wait()
+    return platform.exchange_blocks(full, sends, receives, kept, local_shape, group).wait()
 
 
 def distribute_module(

@@ -106,9 +106,9 @@ class DTensor(_platform.DTensorBase):  # type: ignore[name-defined]
         """
         del stride
         if not _platform.is_tensor(local_tensor) or isinstance(local_tensor, DTensor):
-            raise TypeError(f"from_local takes this rank's block as a plain tensor, got {kind_of(local_tensor)}")
+            raise TypeError(f"from_local takes this rank's local tensor as a plain tensor, got {kind_of(local_tensor)}")
         if not _platform.is_dense_tensor(local_tensor):
-            raise TypeError("from_local cannot take a sparse or nested block; use to_dense() or to_padded_tensor()")
+            raise TypeError("from_local cannot take a sparse or nested tensor; use to_dense() or to_padded_tensor()")
         mesh = resolve_mesh(device_mesh, "from_local")
         try:
             layout = resolve_layout(mesh, placements, local_tensor.ndim)
@@ -116,21 +116,21 @@ class DTensor(_platform.DTensorBase):  # type: ignore[name-defined]
             if shape is None:
                 join_check(local_tensor, mesh, run_check)
             raise ValueError(
-                f"from_local: the block of shape {tuple(local_tensor.shape)} on rank {mesh.get_rank()}: {error}"
+                f"from_local: the local tensor of shape {tuple(local_tensor.shape)} on rank {mesh.get_rank()}: {error}"
             ) from None
         inside = mesh.get_coordinate() is not None
         if shape is not None:
             global_shape = tuple(int(size) for size in shape)
             if len(global_shape) != layout.ndim:
                 raise ValueError(
-                    f"from_local: shape={global_shape} has {len(global_shape)} dims, but the block on rank "
+                    f"from_local: shape={global_shape} has {len(global_shape)} dims, but the local tensor on rank "
                     f"{mesh.get_rank()} has {layout.ndim}: {tuple(local_tensor.shape)}"
                 )
             expected = layout.local_shape(global_shape) if inside else tuple(local_tensor.shape)
             if tuple(local_tensor.shape) != expected:
                 raise ValueError(
-                    f"from_local: a tensor of shape {global_shape} under {layout} has a block of shape {expected} on "
-                    f"rank {mesh.get_rank()}, got {tuple(local_tensor.shape)}"
+                    f"from_local: a tensor of shape {global_shape} under {layout} has a local tensor of shape "
+                    f"{expected} on rank {mesh.get_rank()}, got {tuple(local_tensor.shape)}"
                 )
         elif run_check:
             global_shape = gather_global_shape(local_tensor, layout)
@@ -312,10 +312,10 @@ def resolve_layout(mesh: DeviceMesh, placements: Any, ndim: int) -> Layout:
 def _gradient_layout(where: str, layout: Layout, placements: Any, shape: tuple[int, ...]) -> Layout:
     """The layout that was asked for the gradient of a block under ``layout``: its blocks must have the same shapes."""
     wanted = Layout.resolve(layout.mesh, placements, len(shape))
-    if wanted.cuts != layout.cuts:
+    if wanted.shard_axes != layout.shard_axes:
         raise ValueError(
-            f"{where}: grad_placements {list(wanted.placements)} cut otherwise than the value, which has "
-            f"{list(layout.placements)}: the gradient of a block has the block's shape, so only whole and pending "
+            f"{where}: grad_placements {list(wanted.placements)} shard otherwise than the value, which has "
+            f"{list(layout.placements)}: the gradient of a local tensor has its shape, so only Replicate and Partial "
             "may differ"
         )
     return wanted
@@ -325,7 +325,7 @@ def _even_global_shape(local_tensor: Any, layout: Layout) -> tuple[int, ...]:
     sizes = layout.mesh.shape
     return tuple(
         size * math.prod(sizes[axis] for axis in axes)
-        for size, axes in zip(local_tensor.shape, layout.cuts, strict=True)
+        for size, axes in zip(local_tensor.shape, layout.shard_axes, strict=True)
     )
 
 

@@ -19,12 +19,12 @@ from hyper_parallel.core.dtensor.tensor_redistribution import exchange_boxes, ra
 _WORDS = {
     "all_gather": "all-gather dim {dim} over {axes}",
     "slice": "slice dim {dim} over {axes} (no communication)",
-    "all_to_all": "all-to-all over {axes}: gather dim {dim}, cut dim {to_dim}",
-    "exchange": "exchange blocks over {axes}",
+    "all_to_all": "all-to-all over {axes}: gather dim {dim}, shard dim {to_dim}",
+    "exchange": "exchange shards over {axes}",
     "all_reduce": "all-reduce ({op}) over {axes}",
     "reduce_scatter": "reduce-scatter ({op}) over {axes} into dim {dim}",
     "spread": "keep the value on the first rank of {axes}, neutral elsewhere (no communication)",
-    "embed": "put the block of dim {dim} into zeros over {axes} (no communication)",
+    "embed": "put the shard of dim {dim} into zeros over {axes} (no communication)",
 }
 
 
@@ -46,7 +46,7 @@ def explain(src_layout: Layout, dst_layout: Layout, shape: Sequence[int], item_s
     if src_layout.mesh != dst_layout.mesh:
         moved = bytes_moved(src_layout, dst_layout, size, item_size)
         ranks = len({*src_layout.mesh.rank_list, *dst_layout.mesh.rank_list})
-        lines.append(f"  1. exchange blocks between the meshes: one group of {ranks} ranks, {moved} bytes in all")
+        lines.append(f"  1. exchange shards between the meshes: one group of {ranks} ranks, {moved} bytes in all")
         return "\n".join(lines)
     plan = plan_redistribution(src_layout, dst_layout, size)
     total = 0

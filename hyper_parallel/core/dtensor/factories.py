@@ -46,7 +46,7 @@ def _constant(value: Any) -> Block:
         coordinate = layout.mesh.get_coordinate() or (0,) * layout.mesh.ndim
         for place, op in zip(coordinate, layout.partials, strict=True):
             if op is not None and place != 0:
-                local = platform.neutral_like(local, op)
+                local = platform.identity_like(local, op)
         return local
 
     return block

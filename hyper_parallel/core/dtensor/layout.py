@@ -81,9 +81,8 @@ class Layout:
     @classmethod
     def of(cls, mesh: DeviceMesh, dim_axes: Iterable[Iterable[int]], partials: Sequence[str | None] = ()) -> Layout:
         """The layout in which ``dim_axes[d]`` (axis indices, in the order of cutting) cut tensor dim d."""
-        cuts = tuple(tuple(axes) for axes in dim_axes)
-        pending = tuple(partials) or (None,) * mesh.ndim
-        return cls._intern(mesh, cuts, pending)
+        shard_axes = tuple(tuple(axes) for axes in dim_axes)
+        return cls._intern(mesh, shard_axes, tuple(partials) or (None,) * mesh.ndim)
 
     @classmethod
     def from_placements(cls, mesh: DeviceMesh, placements: Sequence[Placement], ndim: int) -> Layout:
@@ -92,18 +91,18 @@ class Layout:
             raise ValueError(
                 f"{len(placements)} placements {list(placements)} for the {mesh.ndim} axes of {mesh}: give one per axis"
             )
-        cuts: list[list[tuple[int | None, int]]] = [[] for _ in range(ndim)]
+        shard_axes: list[list[tuple[int | None, int]]] = [[] for _ in range(ndim)]
         partials: list[str | None] = [None] * mesh.ndim
         for axis, placement in enumerate(placements):
             if isinstance(placement, Shard):
                 if not -ndim <= placement.dim < ndim:
                     possible = (
-                        f"so dim must be in [{-ndim}, {ndim - 1}]" if ndim else "it cannot be cut; use Replicate()"
+                        f"so dim must be in [{-ndim}, {ndim - 1}]" if ndim else "it cannot be sharded; use Replicate()"
                     )
                     raise ValueError(
                         f"{placement} on axis {mesh.axis_label(axis)!r}: the tensor has {ndim} dims, {possible}"
                     )
-                cuts[placement.dim % ndim].append((placement.order, axis))
+                shard_axes[placement.dim % ndim].append((placement.order, axis))
             elif isinstance(placement, Partial):
                 partials[axis] = placement.reduce_op
             elif not isinstance(placement, Replicate):
@@ -111,16 +110,18 @@ class Layout:
                     f"placement {placement!r} on axis {mesh.axis_label(axis)!r}: use Shard(dim), Replicate() or "
                     "Partial(op)"
                 )
-        return cls._intern(mesh, tuple(_in_order(mesh, dim, axes) for dim, axes in enumerate(cuts)), tuple(partials))
+        return cls._intern(
+            mesh, tuple(_in_order(mesh, dim, axes) for dim, axes in enumerate(shard_axes)), tuple(partials)
+        )
 
     @classmethod
     def from_aliases(cls, mesh: DeviceMesh, aliases: Sequence[Any], partials: Sequence[str | None] = ()) -> Layout:
         """The layout with one alias per tensor dim: an axis name, several in the order of cutting, or "None"."""
-        cuts = []
+        shard_axes = []
         for alias in aliases:
             names = alias if isinstance(alias, (tuple, list)) else (alias,)
-            cuts.append(tuple(mesh.axis_index(name) for name in names if name is not None and name != "None"))
-        return cls.of(mesh, cuts, partials)
+            shard_axes.append(tuple(mesh.axis_index(name) for name in names if name is not None and name != "None"))
+        return cls.of(mesh, shard_axes, partials)
 
     @classmethod
     def resolve(cls, mesh: DeviceMesh, placements: Any, ndim: int) -> Layout:
@@ -140,7 +141,7 @@ class Layout:
         if len(placements) != ndim:
             raise ValueError(
                 f"{len(placements)} aliases {tuple(placements)} for a tensor of {ndim} dims: give one per dim, "
-                '"None" for a dim that is not cut'
+                '"None" for a dim that is not sharded'
             )
         return cls.from_aliases(mesh, placements)
 
@@ -184,14 +185,16 @@ class Layout:
     @property
     def ndim(self) -> int:
         """The number of dims of the tensor."""
-        return len(self.cuts)
+        return len(self.shard_axes)
 
     @property
-    def cuts(self) -> DimAxes:
-        """For each tensor dim the axes that cut it, in the order of cutting."""
+    def shard_axes(self) -> DimAxes:
+        """For each tensor dim the mesh axes that shard it, in order."""
         if self.dim_axes is None:
             raise ValueError(f"{self} has no tensor yet; call it with one alias per tensor dim")
         return self.dim_axes
+
+    cuts = shard_axes  # as shard_sizes.py still calls it
 
     @property
     def placements(self) -> tuple[Placement, ...]:
@@ -213,7 +216,7 @@ class Layout:
     @property
     def alias_tensor_map(self) -> tuple[Any, ...]:
         """One alias per tensor dim: "None", an axis name, or a tuple of names in the order of cutting."""
-        labels = [tuple(self.mesh.axis_label(axis) for axis in axes) for axes in self.cuts]
+        labels = [tuple(self.mesh.axis_label(axis) for axis in axes) for axes in self.shard_axes]
         return tuple("None" if not names else names[0] if len(names) == 1 else names for names in labels)
 
     @property
@@ -222,7 +225,7 @@ class Layout:
         last = self.mesh.ndim - 1
         return tuple(
             -1 if not axes else last - axes[0] if len(axes) == 1 else tuple(last - axis for axis in axes)
-            for axes in self.cuts
+            for axes in self.shard_axes
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -247,8 +250,10 @@ class Layout:
             rank_list=data["rank_list"],
             init_backend=False,
         )
-        cuts = data["cuts"]
-        return cls._intern(mesh, None if cuts is None else tuple(tuple(axes) for axes in cuts), tuple(data["partials"]))
+        shard_axes = data["cuts"]
+        return cls._intern(
+            mesh, None if shard_axes is None else tuple(tuple(axes) for axes in shard_axes), tuple(data["partials"])
+        )
 
     # ---------------------------------------------------------------- who holds what
 
@@ -273,7 +278,7 @@ class Layout:
         if len(shape) != self.ndim:
             raise ValueError(f"{self} describes a tensor of {self.ndim} dims, not one of shape {shape}")
         lengths, offsets = [], []
-        for size, axes in zip(shape, self.cuts, strict=True):
+        for size, axes in zip(shape, self.shard_axes, strict=True):
             offset = 0
             for axis in axes:
                 start, size = chunk_interval(size, self.mesh.shape[axis], coordinate[axis])
@@ -295,7 +300,7 @@ class Layout:
     @property
     def is_replicated(self) -> bool:
         """Whether every rank holds the whole value."""
-        return not any(self.cuts) and not self.has_partial
+        return not any(self.shard_axes) and not self.has_partial
 
     @property
     def has_partial(self) -> bool:
@@ -306,7 +311,7 @@ class Layout:
         """The layout of the gradient, by the law: cut as the value is, whole where the value is whole or pending."""
         gradient = self._gradient
         if gradient is None:
-            gradient = self if not self.has_partial else Layout.of(self.mesh, self.cuts)
+            gradient = self if not self.has_partial else Layout.of(self.mesh, self.shard_axes)
             object.__setattr__(self, "_gradient", gradient)
         return gradient
 
@@ -316,7 +321,7 @@ class Layout:
 
     def with_partials(self, partials: Sequence[str | None]) -> Layout:
         """The same cuts with other pending reductions."""
-        return Layout.of(self.mesh, self.cuts, partials)
+        return Layout.of(self.mesh, self.shard_axes, partials)
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{self.mesh.axis_label(a)}={n}" for a, n in enumerate(self.mesh.shape))
@@ -325,10 +330,10 @@ class Layout:
         return f"Layout(mesh ({sizes}), dims {self.described_dims()})"
 
     def described_dims(self) -> str:
-        """What is said of the dims: ``[dp, -]``, ``[-, -], pending sum over tp``."""
-        dims = ", ".join("-" if not axes else "*".join(map(self.mesh.axis_label, axes)) for axes in self.cuts)
-        pending = ", ".join(f"{op} over {self.mesh.axis_label(a)}" for a, op in enumerate(self.partials) if op)
-        return f"[{dims}]{', pending ' + pending if pending else ''}"
+        """What is said of the dims: ``[dp, -]``, ``[-, -], partial sum over tp``."""
+        dims = ", ".join("-" if not axes else "*".join(map(self.mesh.axis_label, axes)) for axes in self.shard_axes)
+        partial = ", ".join(f"{op} over {self.mesh.axis_label(a)}" for a, op in enumerate(self.partials) if op)
+        return f"[{dims}]{', partial ' + partial if partial else ''}"
 
     def __reduce__(self) -> Any:
         return Layout._intern, (self.mesh, self.dim_axes, self.partials)
@@ -348,29 +353,29 @@ def _in_order(mesh: DeviceMesh, dim: int, axes: list[tuple[int | None, int]]) ->
     if len(given) < len(axes) or len(set(given)) < len(given):
         listed = ", ".join(f"{mesh.axis_label(axis)}: {Shard(dim, order)}" for order, axis in axes)
         raise ValueError(
-            f"several axes of {mesh} cut dim {dim} ({listed}): give each its own order, or none of them one"
+            f"several axes of {mesh} shard dim {dim} ({listed}): give each its own order, or none of them one"
         )
     return tuple(axis for _, axis in sorted((order, axis) for order, axis in axes if order is not None))
 
 
 def _check(mesh: DeviceMesh, dim_axes: DimAxes | None, partials: Partials) -> None:
     if len(partials) != mesh.ndim:
-        raise ValueError(f"{len(partials)} pending reductions {partials} for the {mesh.ndim} axes of {mesh}")
+        raise ValueError(f"{len(partials)} partial reductions {partials} for the {mesh.ndim} axes of {mesh}")
     for op in partials:
         if op is not None and op not in REDUCE_OPS:
-            raise ValueError(f"pending reduction {op!r} on {mesh}: the reductions are {', '.join(REDUCE_OPS)}")
+            raise ValueError(f"partial reduction {op!r} on {mesh}: the reductions are {', '.join(REDUCE_OPS)}")
     used: dict[int, int] = {}
     for dim, axes in enumerate(dim_axes or ()):
         for axis in axes:
             if not 0 <= axis < mesh.ndim:
-                raise ValueError(f"axis {axis} cuts dim {dim}, but {mesh} has {mesh.ndim} axes")
+                raise ValueError(f"axis {axis} shards dim {dim}, but {mesh} has {mesh.ndim} axes")
             if axis in used:
                 raise ValueError(
-                    f"axis {mesh.axis_label(axis)!r} of {mesh} cuts dim {used[axis]} and dim {dim}: use it once"
+                    f"axis {mesh.axis_label(axis)!r} of {mesh} shards dim {used[axis]} and dim {dim}: use it once"
                 )
             if partials[axis] is not None:
                 raise ValueError(
-                    f"axis {mesh.axis_label(axis)!r} of {mesh} cuts dim {dim} and has a pending {partials[axis]}: "
+                    f"axis {mesh.axis_label(axis)!r} of {mesh} shards dim {dim} and has a partial {partials[axis]}: "
                     "choose one"
                 )
             used[axis] = dim

@@ -69,7 +69,7 @@ def parse_names(device_type: str, ranks: Ranks, names: Sequence[str] | None) -> 
     if len(set(names)) < len(names):
         raise ValueError(f"the axis names {names} of {mesh} repeat")
     if _RESERVED_NAME in names or "" in names:
-        raise ValueError(f'the axis names {names} of {mesh}: "None" (a dim that is not cut) and "" cannot name an axis')
+        raise ValueError(f'the axis names {names} of {mesh}: "None" (not sharded) and "" cannot name an axis')
     return names
 
 

@@ -108,14 +108,14 @@ def remember(layout: Layout, key: Any, value: Any) -> None:
 
 def sent_elements(step: Step, shape: Shape) -> float:
     """Elements that a rank sends in a step, by the planner's model."""
-    edge = _Edge(step.kind, step.axes, (step.target.cuts, step.target.partials), step.dim, step.to_dim, step.op)
-    return _Graph(step.target, shape).sent(step.source.cuts, edge)
+    edge = _Edge(step.kind, step.axes, (step.target.shard_axes, step.target.partials), step.dim, step.to_dim, step.op)
+    return _Graph(step.target, shape).sent(step.source.shard_axes, edge)
 
 
 def _search(source: Layout, target: Layout, shape: Shape) -> Plan:
     graph = _Graph(target, shape)
-    start = (source.cuts, source.partials)
-    goal = (target.cuts, target.partials)
+    start = (source.shard_axes, source.partials)
+    goal = (target.shard_axes, target.partials)
     tie = itertools.count()
     queue: list[tuple[float, int, _State]] = [(0.0, next(tie), start)]
     best: dict[_State, float] = {start: 0.0}
@@ -166,9 +166,9 @@ class _Graph:
         self.target = target
         self.shape = shape
         self.sizes = target.mesh.shape
-        self.goal_cuts = target.cuts
+        self.goal_axes = target.shard_axes
         self.goal_partials = target.partials
-        self.goal_dim = {axis: dim for dim, axes in enumerate(target.cuts) for axis in axes}
+        self.goal_dim = {axis: dim for dim, axes in enumerate(target.shard_axes) for axis in axes}
         mesh = target.mesh
         self.axis_costs = [
             _axis_costs.get((mesh.device_type, mesh.axis_label(axis)), AxisCost()) for axis in range(mesh.ndim)
@@ -178,96 +178,96 @@ class _Graph:
     # ------------------------------------------------------------ edges
 
     def edges(self, state: _State) -> Iterator[_Edge]:
-        cuts, partials = state
-        cut_axes = {axis for axes in cuts for axis in axes}
-        free = [axis for axis in range(len(self.sizes)) if axis not in cut_axes and partials[axis] is None]
-        yield from self._slices(cuts, partials, set(free))
-        yield from self._reductions(cuts, partials)
-        yield from self._suffix_moves(cuts, partials)
-        yield from self._exchange(cuts, partials)
-        if cuts == self.goal_cuts:
-            yield from self._to_partial(cuts, partials, free)
+        shard_axes, partials = state
+        used_axes = {axis for axes in shard_axes for axis in axes}
+        free = [axis for axis in range(len(self.sizes)) if axis not in used_axes and partials[axis] is None]
+        yield from self._slices(shard_axes, partials, set(free))
+        yield from self._reductions(shard_axes, partials)
+        yield from self._suffix_moves(shard_axes, partials)
+        yield from self._exchange(shard_axes, partials)
+        if shard_axes == self.goal_axes:
+            yield from self._to_partial(shard_axes, partials, free)
 
     def _common_prefix(self, dim: int, axes: tuple[int, ...]) -> int:
         length = 0
-        for mine, wanted in zip(axes, self.goal_cuts[dim], strict=False):
+        for mine, wanted in zip(axes, self.goal_axes[dim], strict=False):
             if mine != wanted:
                 break
             length += 1
         return length
 
-    def _slices(self, cuts: DimAxes, partials: Partials, free: set[int]) -> Iterator[_Edge]:
-        for dim, axes in enumerate(cuts):
-            wanted = self.goal_cuts[dim]
+    def _slices(self, shard_axes: DimAxes, partials: Partials, free: set[int]) -> Iterator[_Edge]:
+        for dim, axes in enumerate(shard_axes):
+            wanted = self.goal_axes[dim]
             if axes != wanted[: len(axes)]:
                 continue
             added = tuple(itertools.takewhile(free.__contains__, wanted[len(axes) :]))
             if added:
-                yield _Edge(SLICE, added, (_with(cuts, dim, axes + added), partials), dim=dim)
+                yield _Edge(SLICE, added, (_with(shard_axes, dim, axes + added), partials), dim=dim)
 
-    def _reductions(self, cuts: DimAxes, partials: Partials) -> Iterator[_Edge]:
+    def _reductions(self, shard_axes: DimAxes, partials: Partials) -> Iterator[_Edge]:
         kinds = {op for op in (*partials, *self.goal_partials) if op is not None}
         for op in sorted(kinds):
-            pending = tuple(
+            partial_axes = tuple(
                 axis
                 for axis, mine in enumerate(partials)
                 if mine == op and (self.goal_partials[axis] != op or len(kinds) > 1) and _may_reduce(partials, axis, op)
             )
-            if not pending:
+            if not partial_axes:
                 continue
-            subsets = {pending, tuple(axis for axis in pending if axis not in self.goal_dim)}
-            subsets |= {(axis,) for axis in pending}
+            subsets = {partial_axes, tuple(axis for axis in partial_axes if axis not in self.goal_dim)}
+            subsets |= {(axis,) for axis in partial_axes}
             for axes in sorted(subsets - {()}):
-                yield _Edge(ALL_REDUCE, axes, (cuts, _without(partials, axes)), op=op)
-            for dim, wanted in enumerate(self.goal_cuts):
-                scattered = tuple(axis for axis in wanted if axis in pending)
+                yield _Edge(ALL_REDUCE, axes, (shard_axes, _without(partials, axes)), op=op)
+            for dim, wanted in enumerate(self.goal_axes):
+                scattered = tuple(axis for axis in wanted if axis in partial_axes)
                 runs = {scattered, *((axis,) for axis in scattered)} - {()}
                 for axes in sorted(runs):
-                    reached = _with(cuts, dim, cuts[dim] + axes)
+                    reached = _with(shard_axes, dim, shard_axes[dim] + axes)
                     yield _Edge(REDUCE_SCATTER, axes, (reached, _without(partials, axes)), dim=dim, op=op)
 
-    def _suffix_moves(self, cuts: DimAxes, partials: Partials) -> Iterator[_Edge]:
-        for dim, axes in enumerate(cuts):
+    def _suffix_moves(self, shard_axes: DimAxes, partials: Partials) -> Iterator[_Edge]:
+        for dim, axes in enumerate(shard_axes):
             for keep in range(self._common_prefix(dim, axes), len(axes)):
                 moved = axes[keep:]
-                without = _with(cuts, dim, axes[:keep])
+                without = _with(shard_axes, dim, axes[:keep])
                 yield _Edge(GATHER, moved, (without, partials), dim=dim)
-                for to_dim, wanted in enumerate(self.goal_cuts):
+                for to_dim, wanted in enumerate(self.goal_axes):
                     there = without[to_dim]
                     if to_dim != dim and wanted[: len(there) + len(moved)] == there + moved:
                         reached = _with(without, to_dim, there + moved)
                         yield _Edge(ALL_TO_ALL, moved, (reached, partials), dim=dim, to_dim=to_dim)
                 if all(self.goal_partials[axis] == "sum" and _may_reduce(partials, axis, "sum") for axis in moved):
-                    pending = tuple("sum" if axis in moved else op for axis, op in enumerate(partials))
-                    yield _Edge(EMBED, moved, (without, pending), dim=dim)
+                    partials_after = tuple("sum" if axis in moved else op for axis, op in enumerate(partials))
+                    yield _Edge(EMBED, moved, (without, partials_after), dim=dim)
 
-    def _exchange(self, cuts: DimAxes, partials: Partials) -> Iterator[_Edge]:
-        reached = tuple(tuple(axis for axis in wanted if partials[axis] is None) for wanted in self.goal_cuts)
-        axes = changed_axes(cuts, reached)
-        if axes and cuts != reached:
+    def _exchange(self, shard_axes: DimAxes, partials: Partials) -> Iterator[_Edge]:
+        reached = tuple(tuple(axis for axis in wanted if partials[axis] is None) for wanted in self.goal_axes)
+        axes = changed_axes(shard_axes, reached)
+        if axes and shard_axes != reached:
             yield _Edge(EXCHANGE, axes, (reached, partials))
 
-    def _to_partial(self, cuts: DimAxes, partials: Partials, free: list[int]) -> Iterator[_Edge]:
+    def _to_partial(self, shard_axes: DimAxes, partials: Partials, free: list[int]) -> Iterator[_Edge]:
         for axis in free:
             op = self.goal_partials[axis]
             if op is not None and _may_reduce(partials, axis, op):
-                pending = tuple(op if a == axis else mine for a, mine in enumerate(partials))
-                yield _Edge(SPREAD, (axis,), (cuts, pending), op=op)
+                partials_after = tuple(op if a == axis else mine for a, mine in enumerate(partials))
+                yield _Edge(SPREAD, (axis,), (shard_axes, partials_after), op=op)
 
     # ------------------------------------------------------------ costs
 
-    def _numel(self, cuts: DimAxes) -> int:
-        numel = self._numels.get(cuts)
+    def _numel(self, shard_axes: DimAxes) -> int:
+        numel = self._numels.get(shard_axes)
         if numel is None:
             numel = 1
-            for size, axes in zip(self.shape, cuts, strict=True):
+            for size, axes in zip(self.shape, shard_axes, strict=True):
                 for axis in axes:
                     size = -(-size // self.sizes[axis])
                 numel *= size
-            self._numels[cuts] = numel
+            self._numels[shard_axes] = numel
         return numel
 
-    def sent(self, cuts: DimAxes, edge: _Edge) -> float:
+    def sent(self, shard_axes: DimAxes, edge: _Edge) -> float:
         """Elements that a rank sends (and receives) in this step."""
         parts = 1
         for axis in edge.axes:
@@ -276,19 +276,19 @@ class _Graph:
         if edge.kind == GATHER:
             return self._numel(edge.state[0]) * share
         if edge.kind in (REDUCE_SCATTER, ALL_TO_ALL):
-            return self._numel(cuts) * share
+            return self._numel(shard_axes) * share
         if edge.kind == ALL_REDUCE:
-            return 2 * self._numel(cuts) * share
+            return 2 * self._numel(shard_axes) * share
         if edge.kind == EXCHANGE:
-            return self._exchanged(cuts, edge)
+            return self._exchanged(shard_axes, edge)
         return 0.0
 
-    def _exchanged(self, cuts: DimAxes, edge: _Edge) -> float:
+    def _exchanged(self, shard_axes: DimAxes, edge: _Edge) -> float:
         # The rank at the far end of every axis shares least with its own block; it receives the most.
         coordinate = tuple(size - 1 for size in self.sizes)
         needed, shared = 1.0, 1.0
         mesh = self.target.mesh
-        before = Layout.of(mesh, cuts).local_region(self.shape, coordinate)
+        before = Layout.of(mesh, shard_axes).local_region(self.shape, coordinate)
         after = Layout.of(mesh, edge.state[0]).local_region(self.shape, coordinate)
         for start, have, offset, need in zip(*before, *after, strict=True):
             needed *= need
@@ -298,9 +298,9 @@ class _Graph:
 
     def cost(self, state: _State, edge: _Edge) -> float:
         """Modelled microseconds of the step."""
-        cuts = state[0]
-        moved = _NOMINAL_ITEM_SIZE * self.sent(cuts, edge)
-        local = _NOMINAL_ITEM_SIZE * max(self._numel(cuts), self._numel(edge.state[0])) / _COPY_BANDWIDTH
+        shard_axes = state[0]
+        moved = _NOMINAL_ITEM_SIZE * self.sent(shard_axes, edge)
+        local = _NOMINAL_ITEM_SIZE * max(self._numel(shard_axes), self._numel(edge.state[0])) / _COPY_BANDWIDTH
         if edge.kind not in COMMUNICATING:
             return 0.01 + (0.0 if edge.kind == SLICE else local)
         if all(self.sizes[axis] == 1 for axis in edge.axes):  # nothing to call; an empty tensor still takes a call
@@ -329,8 +329,8 @@ def _may_reduce(partials: Partials, axis: int, op: str) -> bool:
     return all(later is None or later == op or {later, op} == {"sum", "avg"} for later in partials[axis + 1 :])
 
 
-def _with(cuts: DimAxes, dim: int, axes: tuple[int, ...]) -> DimAxes:
-    return (*cuts[:dim], axes, *cuts[dim + 1 :])
+def _with(shard_axes: DimAxes, dim: int, axes: tuple[int, ...]) -> DimAxes:
+    return (*shard_axes[:dim], axes, *shard_axes[dim + 1 :])
 
 
 def _without(partials: Partials, axes: tuple[int, ...]) -> Partials:

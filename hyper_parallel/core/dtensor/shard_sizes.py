@@ -17,11 +17,13 @@ from hyper_parallel.core.dtensor.comm_recorder import attributed
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.shared.membership import list_belongs_to_rank
 
 _MAX_DIMS = 16
 _MAX_IN_FLIGHT = 32
 
 _checks: list[tuple[Any, Any, Layout]] = []  # (sizes, handle, layout) in flight
+list_belongs_to_rank(_checks)
 
 
 def check_later(local_tensor: Any, layout: Layout) -> None:
@@ -66,7 +68,7 @@ def finish_checks() -> None:
             by_rank = dict(zip(sorted(layout.mesh.rank_list), shapes, strict=True))
             listed = ", ".join(f"rank {rank}: {shape}" for rank, shape in by_rank.items())
             raise RuntimeError(
-                f"from_local under {layout} got blocks of different sizes ({listed}). "
+                f"from_local under {layout} got local tensors of different sizes ({listed}). "
                 "Pass the global shape with shape=, or let run_check=True find it"
             )
 
@@ -86,14 +88,14 @@ def gather_global_shape(local_tensor: Any, layout: Layout) -> tuple[int, ...]:
             f"({_listed(layout, by_coordinate)}; {dtypes})"
         )
     global_shape = []
-    for dim, axes in enumerate(layout.cuts):
+    for dim, axes in enumerate(layout.shard_axes):
         line = {c: s[dim] for c, s in shapes.items() if all(c[a] == 0 for a in range(mesh.ndim) if a not in axes)}
         global_shape.append(sum(line.values()))
     result = tuple(global_shape)
     if any(layout.local_shape(result, coordinate) != shape for coordinate, shape in shapes.items()):
         raise ValueError(
-            f"from_local under {layout}: no tensor is cut into these blocks ({_listed(layout, by_coordinate)}). "
-            f"Together they give {result}, which is cut into blocks of "
+            f"from_local under {layout}: no tensor is sharded into these local tensors "
+            f"({_listed(layout, by_coordinate)}). Together they give {result}, which is sharded into "
             f"{', '.join(str(layout.local_shape(result, c)) for c in shapes)}; move rows between the ranks to match"
         )
     _check_replicas(layout, by_coordinate)
@@ -116,7 +118,7 @@ def _gather_answers(local_tensor: Any, mesh: DeviceMesh) -> list[Any]:
 
 
 def _check_replicas(layout: Layout, by_coordinate: dict[Any, Any]) -> None:
-    cut = {axis for axes in layout.cuts for axis in axes}
+    cut = {axis for axes in layout.shard_axes for axis in axes}
     copying = [axis for axis, op in enumerate(layout.partials) if op is None and axis not in cut]
     for coordinate, answer in by_coordinate.items():
         first = tuple(0 if axis in copying else place for axis, place in enumerate(coordinate))

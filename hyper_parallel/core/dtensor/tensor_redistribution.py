@@ -82,13 +82,13 @@ def _bind(step: Step, shape: Shape, following: Step | None = None) -> Callable[[
         assert step.op is not None
         op = step.op
         if coordinate[step.axes[0]] == 0:
-            return lambda tensor: Done(platform.neutral_like(tensor, "keep"))
-        return lambda tensor: Done(platform.neutral_like(tensor, op))
+            return lambda tensor: Done(platform.identity_like(tensor, "keep"))
+        return lambda tensor: Done(platform.identity_like(tensor, op))
     if mesh.size(step.axes) == 1:
         return Done
     group = mesh.get_group(step.axes)
     if step.kind == ALL_REDUCE:
-        return lambda tensor: platform.reduce_whole(tensor, group, step.op)
+        return lambda tensor: platform.all_reduce_blocks(tensor, group, step.op)
     line_order = mesh.group_positions(step.axes)
     positions = None if line_order == tuple(range(len(line_order))) else line_order
     if step.kind in (GATHER, REDUCE_SCATTER):
@@ -126,7 +126,7 @@ def exchange_boxes(
 ) -> tuple[list[Region | None], list[Region | None], tuple[Region, Region] | None]:
     """What the rank at ``coordinate`` sends to, and gets from, the ranks of its line, and what it keeps (from, to)."""
     line = ranks_of_step(step, coordinate)
-    cut_before = {axis for axes in step.source.cuts for axis in axes}
+    sharded_before = {axis for axes in step.source.shard_axes for axis in axes}
     before, after = step.source.local_region(shape, coordinate), step.target.local_region(shape, coordinate)
     sends: list[Region | None] = [None] * len(line)
     receives: list[Region | None] = [None] * len(line)
@@ -137,20 +137,20 @@ def exchange_boxes(
             if both is not None:
                 kept = (both.inside(before), both.inside(after))
             continue
-        if _serves(coordinate, other, step.axes, cut_before):
+        if _serves(coordinate, other, step.axes, sharded_before):
             both = before.overlap(step.target.local_region(shape, other))
             if both is not None:
                 sends[index] = both.inside(before)
-        if _serves(other, coordinate, step.axes, cut_before):
+        if _serves(other, coordinate, step.axes, sharded_before):
             both = step.source.local_region(shape, other).overlap(after)
             if both is not None:
                 receives[index] = both.inside(after)
     return sends, receives, kept
 
 
-def _serves(sender: Shape, receiver: Shape, axes: tuple[int, ...], cut_before: set[int]) -> bool:
+def _serves(sender: Shape, receiver: Shape, axes: tuple[int, ...], sharded_before: set[int]) -> bool:
     """Of several ranks with the same block, the one that shares the receiver's place on the copying axes sends it."""
-    return all(sender[axis] == receiver[axis] for axis in axes if axis not in cut_before)
+    return all(sender[axis] == receiver[axis] for axis in axes if axis not in sharded_before)
 
 
 def ranks_of_step(step: Step, coordinate: Shape) -> list[Shape]:

@@ -22,7 +22,7 @@ from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import Partial
-from hyper_parallel.core.modules.plain_parameters import refuse_cut_uses
+from hyper_parallel.core.modules.plain_parameters import refuse_sharded_uses
 from hyper_parallel.platform import get_platform
 
 _platform = get_platform()
@@ -33,7 +33,7 @@ _MEMORY = "_hyper_parallel_wrapped"
 _MAX_TAKEN = 4096
 
 
-class Entry:
+class InputBoundary:
     """A value on its way into a module: taken to lie under ``given`` when it is plain, moved to ``wanted``.
 
     Without ``given`` a plain value stays plain; without ``wanted`` a value stays where it lies.
@@ -60,7 +60,7 @@ class Entry:
             value = self._wrap(value)
         elif value.device_mesh is not self.mesh and value.device_mesh != self.mesh:
             raise ValueError(
-                f"{self.where}: the input lies on {value.device_mesh}, but the module was cut over {self.mesh}; "
+                f"{self.where}: the input is on {value.device_mesh}, but the module was parallelized on {self.mesh}; "
                 "redistribute it, or parallelize both on one mesh"
             )
         if self.wanted is None:
@@ -90,7 +90,7 @@ class Entry:
                 return remembered
         needs_grad = _platform.needs_grad(plain)
         if needs_grad and not self._is_checked and not layout.is_replicated:
-            refuse_cut_uses(plain, layout, self.where)
+            refuse_sharded_uses(plain, layout, self.where)
             self._is_checked = True
         shape = self._global_shape(plain, layout)
         if shape is None:
@@ -123,7 +123,7 @@ class Entry:
         if layout.is_replicated:
             return tuple(plain.shape)
         shape = list(plain.shape)
-        for dim, axes in enumerate(layout.cuts):
+        for dim, axes in enumerate(layout.shard_axes):
             if axes:
                 length = self.lengths.get(dim - layout.ndim)
                 if length is None:
@@ -135,22 +135,22 @@ class Entry:
         expected = layout.local_shape(shape)
         if tuple(plain.shape) != expected:
             raise ValueError(
-                f"{self.where}: a tensor of shape {shape} under {layout} has a block of shape {expected} on rank "
-                f"{self.mesh.get_rank()}, got a plain tensor of shape {tuple(plain.shape)}"
+                f"{self.where}: a tensor of shape {shape} under {layout} has a local tensor of shape {expected} on "
+                f"rank {self.mesh.get_rank()}, got a plain tensor of shape {tuple(plain.shape)}"
             )
 
 
-class Exit:
+class OutputBoundary:
     """A value on its way out of a module: moved to ``wanted`` (None: as it lies), and plain if ``local``."""
 
     def __init__(self, mesh: DeviceMesh, wanted: Spelling | None, local: bool, where: str) -> None:
         self.local = local
-        self.keeps_pending = wanted is None or any(isinstance(one, Partial) for one in wanted)
-        self.move = Entry(mesh, None, wanted, where)
+        self.keeps_partial = wanted is None or any(isinstance(one, Partial) for one in wanted)
+        self.move = InputBoundary(mesh, None, wanted, where)
 
     def __call__(self, value: Any) -> Any:
         value = self.move(value)
-        return leave(value) if self.local and isinstance(value, DTensor) else value
+        return to_plain_local(value) if self.local and isinstance(value, DTensor) else value
 
 
 def _written(plain: Any) -> tuple[int, int]:
@@ -159,7 +159,7 @@ def _written(plain: Any) -> tuple[int, int]:
     return (0, 0) if version is None else (version, plain.data_ptr())
 
 
-def leave(value: DTensor) -> Any:
+def to_plain_local(value: DTensor) -> Any:
     """This rank's block as a plain tensor that remembers what it was."""
     plain = value.to_local()
     if _platform.needs_grad(plain) and not value.is_leaf:

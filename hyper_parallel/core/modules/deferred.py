@@ -68,7 +68,7 @@ def materialize(module: Any, *, device: Any = None, init: Callable[[Any], Any] |
             "module (on MindSpore make the parameter with an initializer), or pass init=, a function that fills the "
             "parameters of the module that it is given"
         )
-    finished = {id(one.distributed): one.finished() for one in made.values() if not one.is_cut}
+    finished = {id(one.distributed): one.finished() for one in made.values() if not one.is_distributed}
     for _, owner in platform.get_cells_and_names(module):
         for name, parameter in platform.own_parameters(owner).items():
             if id(parameter) in finished:
@@ -82,9 +82,9 @@ class _Deferred:
     def __init__(self, name: str, parameter: Any, device: Any) -> None:
         platform = get_platform()
         self.name = name
-        self.is_cut = isinstance(parameter, DTensor)
+        self.is_distributed = isinstance(parameter, DTensor)
         shape = tuple(parameter.shape)
-        if self.is_cut:
+        if self.is_distributed:
             layout = parameter._layout
         else:
             alone = init_device_mesh(

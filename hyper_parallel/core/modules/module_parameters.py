@@ -67,16 +67,16 @@ def distribute_parameter(
         _, new, first = _ties.replaced[id(parameter)]
         if new._layout is not layout:
             raise ValueError(
-                f"{where}: its parameter {name!r} is shared with {first}, where it lies under {new._layout}; this "
+                f"{where}: its parameter {name!r} is shared with {first}, where it has {new._layout}; this "
                 f"style wants {layout}. One parameter has one layout: choose styles that agree (RowwiseParallel for an "
-                "embedding and ColwiseParallel for a linear layer both cut the vocabulary)"
+                "embedding and ColwiseParallel for a linear layer both shard the vocabulary)"
             )
         _platform.install_parameter(module, name, new)
         return
     if isinstance(parameter, DTensor):
         if parameter._layout is not layout:
             raise ValueError(
-                f"{where}: its parameter {name!r} lies under {parameter._layout} already and this style wants "
+                f"{where}: its parameter {name!r} has {parameter._layout} already and this style wants "
                 f"{layout}; a module can be parallelized once"
             )
         return
@@ -131,8 +131,8 @@ def split_parameter(
 def _refuse_deferred(parameter: Any, name: str, where: str) -> None:
     if _platform.has_no_memory(parameter):
         raise ValueError(
-            f"{where}: its parameter {name!r} has no memory yet, and its initial values are made for the whole; call "
-            "materialize before parallelize_module, or use ColwiseParallel, which does not split it"
+            f"{where}: its parameter {name!r} has no memory yet, and its initial values are made for the unsplit "
+            "tensor; call materialize before parallelize_module, or use ColwiseParallel, which does not split it"
         )
 
 
@@ -151,6 +151,6 @@ def _source(mesh: DeviceMesh, src_data_rank: int | None, parameter: Any) -> int 
     if not 0 <= src_data_rank < mesh.size():
         raise ValueError(
             f"src_data_rank={src_data_rank} is not a position in {mesh}, which has {mesh.size()} ranks; give a number "
-            f"from 0 to {mesh.size() - 1}, or None to let every rank cut what it has"
+            f"from 0 to {mesh.size() - 1}, or None to let every rank shard what it has"
         )
     return mesh.rank_list[src_data_rank]

@@ -37,7 +37,7 @@ def _name_of(parameter: Any) -> str:
     return ""
 
 
-def refuse_cut_uses(block: Any, layout: Layout, where: str) -> None:
+def refuse_sharded_uses(block: Any, layout: Layout, where: str) -> None:
     """Raise if a plain parameter went into ``block``, a plain part of a value that lies under ``layout``."""
     known = [parameter for reference, _ in list(_names.values()) if (parameter := reference()) is not None]
     behind = get_platform().plain_parameters_behind(block, known)
@@ -46,8 +46,8 @@ def refuse_cut_uses(block: Any, layout: Layout, where: str) -> None:
         return
     listed = ", ".join(f"{_name_of(parameter)}of shape {tuple(parameter.shape)}" for parameter in found)
     raise RuntimeError(
-        f"{where}: its input is a plain block of a value that lies under {layout}, and was computed with the plain "
-        f"parameter {listed}. Each rank gets the gradient of its own block only. Give the module of that parameter "
+        f"{where}: its input is the plain local tensor of a value under {layout}, and was computed with the plain "
+        f"parameter {listed}. Each rank gets the gradient of its own part only. Give the module of that parameter "
         "a style too: NoParallel(input_layouts=..., output_layouts=...) with the layout of its activations, or "
         "SequenceParallel(); or keep the activations distributed with use_local_output=False"
     )

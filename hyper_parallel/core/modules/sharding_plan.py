@@ -11,7 +11,7 @@ from hyper_parallel.core.dtensor.distribute import distribute_tensor
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor, resolve_layout, resolve_mesh
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import Placement
-from hyper_parallel.core.modules.boundary import Entry, Exit
+from hyper_parallel.core.modules.boundary import InputBoundary, OutputBoundary
 from hyper_parallel.core.modules.initial_values import carry_initial_values
 from hyper_parallel.core.modules.module_paths import is_wildcard, match_paths
 from hyper_parallel.core.modules.plain_parameters import name_parameters
@@ -76,7 +76,7 @@ def shard_module(model: Any, device_mesh: DeviceMesh | None = None, sharding_pla
     if _platform.get_world_size() == 1:
         return model
     name_parameters(model)
-    _cut(parameters, layouts, exact, mesh)
+    _shard_parameters(parameters, layouts, exact, mesh)
     for path in dict.fromkeys((*inputs, *outputs, *local)):
         _hook(modules[path], path, mesh, inputs.get(path), outputs.get(path), path in local)
     return model
@@ -89,7 +89,9 @@ def _layout(mesh: DeviceMesh, spelling: Any, parameter: Any, path: str) -> Layou
         raise type(error)(f"shard_module: the parameter {path!r} of shape {tuple(parameter.shape)}: {error}") from None
 
 
-def _cut(parameters: Mapping[str, Any], layouts: dict[str, Layout], exact: set[str], mesh: DeviceMesh) -> None:
+def _shard_parameters(
+    parameters: Mapping[str, Any], layouts: dict[str, Layout], exact: set[str], mesh: DeviceMesh
+) -> None:
     """Replace the parameters with a layout, and the others of the same modules, by distributed ones; tied stay tied."""
     touched = {id(parameters[path][0]) for path in layouts}
     made: dict[int, tuple[Any, str]] = {}
@@ -105,8 +107,8 @@ def _cut(parameters: Mapping[str, Any], layouts: dict[str, Layout], exact: set[s
         new, first = made[id(parameter)]
         if path in layouts and new._layout is not layout and (path in exact) == (first in exact):
             raise ValueError(
-                f"shard_module: {path!r} and {first!r} are one parameter, which lies under {new._layout} by the one "
-                f"and under {layout} by the other; give both the same layout, or name one of them"
+                f"shard_module: {path!r} and {first!r} are one parameter, which has {new._layout} by the one "
+                f"and {layout} by the other; give both the same layout, or name one of them"
             )
     for module, name, parameter in parameters.values():
         if id(parameter) in made:
@@ -137,10 +139,10 @@ def _hook(module: Any, path: str, mesh: DeviceMesh, inputs: Any, outputs: Any, l
     where = f"shard_module, {path or 'the module itself'}"
     if inputs is not None:
         by_name = {
-            name: _entry(mesh, spelling, f"{where}, input {name!r}")
+            name: _boundary(mesh, spelling, f"{where}, input {name!r}")
             for name, spelling in (inputs.items() if isinstance(inputs, Mapping) else ())
         }
-        by_place = () if by_name else [_entry(mesh, one, f"{where}, input") for one in _each(inputs)]
+        by_place = () if by_name else [_boundary(mesh, one, f"{where}, input") for one in _each(inputs)]
 
         def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             _same_number(where, "input", len(by_place), len(args), at_most=True)
@@ -151,16 +153,16 @@ def _hook(module: Any, path: str, mesh: DeviceMesh, inputs: Any, outputs: Any, l
         _platform.register_forward_pre_hook(module, before, with_kwargs=True)
     if outputs is None and not local:
         return
-    exits = None if outputs is None else [_entry(mesh, one, f"{where}, output") for one in _each(outputs)]
-    leave = Exit(mesh, None, local, where)
+    on_outputs = None if outputs is None else [_boundary(mesh, one, f"{where}, output") for one in _each(outputs)]
+    on_output = OutputBoundary(mesh, None, local, where)
 
     def after(_: Any, inputs: Any, outputs: Any) -> Any:
         del inputs
         if not isinstance(outputs, (tuple, list)):
-            return leave(exits[0](outputs) if exits else outputs)
-        if exits is not None:
-            _same_number(where, "output", len(exits), len(outputs))
-        moved = [leave(exits[place](value) if exits else value) for place, value in enumerate(outputs)]
+            return on_output(on_outputs[0](outputs) if on_outputs else outputs)
+        if on_outputs is not None:
+            _same_number(where, "output", len(on_outputs), len(outputs))
+        moved = [on_output(on_outputs[place](value) if on_outputs else value) for place, value in enumerate(outputs)]
         return type(outputs)(*moved) if hasattr(outputs, "_fields") else type(outputs)(moved)
 
     _platform.register_forward_hook(module, after)
@@ -174,16 +176,16 @@ def _each(layouts: Any) -> list[Any]:
     return list(layouts) if is_many else [layouts]
 
 
-def _entry(mesh: DeviceMesh, spelling: Any, where: str) -> Entry:
+def _boundary(mesh: DeviceMesh, spelling: Any, where: str) -> InputBoundary:
     if spelling is None:
-        return Entry(mesh, None, None, where)
+        return InputBoundary(mesh, None, None, where)
     if isinstance(spelling, Placement):
         spelling = (spelling,) * mesh.ndim
     if not isinstance(spelling, (Layout, tuple, list)):
         raise TypeError(f"{where}: a layout is a sequence of placements or aliases, got {spelling!r}")
     if isinstance(spelling, list):
         spelling = tuple(tuple(item) if isinstance(item, list) else item for item in spelling)
-    return Entry(mesh, spelling, spelling, where)
+    return InputBoundary(mesh, spelling, spelling, where)
 
 
 def _same_number(where: str, kind: str, planned: int, given: int, at_most: bool = False) -> None:

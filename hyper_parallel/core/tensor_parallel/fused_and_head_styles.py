@@ -24,10 +24,10 @@ from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import Partial, Replicate, Shard
-from hyper_parallel.core.modules.boundary import Entry, Exit
+from hyper_parallel.core.modules.boundary import InputBoundary, OutputBoundary
 from hyper_parallel.core.modules.module_parameters import distribute_parameter, split_parameter
 from hyper_parallel.core.modules.placements import Placements, check_placements, per_axis
-from hyper_parallel.core.modules.plain_parameters import refuse_cut_uses
+from hyper_parallel.core.modules.plain_parameters import refuse_sharded_uses
 from hyper_parallel.core.shard.dispatching.input_edges import bring_input
 from hyper_parallel.core.tensor_parallel.fused_output import FusedOutput
 from hyper_parallel.core.tensor_parallel.head_share import HeadShare, rows_of
@@ -75,7 +75,7 @@ class HeadParallel(ParallelStyle):
         self.use_local_output = use_local_output
         if role != "output" and not (use_local_output and output_layouts is None):
             raise ValueError(
-                f"HeadParallel({role!r}): the output is a plain block of heads, without output_layouts or "
+                f"HeadParallel({role!r}): the output is a plain local tensor of heads, without output_layouts or "
                 "use_local_output=False; use ColwiseParallel to keep it distributed"
             )
         HeadShare(self.num_heads, self.num_kv_heads, 1)
@@ -97,21 +97,23 @@ class HeadParallel(ParallelStyle):
             )
             style.src_data_rank = self.src_data_rank
             return style.apply(module, device_mesh)
-        whole = (Replicate(),) * device_mesh.ndim
+        replicated = (Replicate(),) * device_mesh.ndim
         for name in ("weight", "bias"):
-            distribute_parameter(module, name, device_mesh, whole, self.src_data_rank, where)
+            distribute_parameter(module, name, device_mesh, replicated, self.src_data_rank, where)
         rank = _position(device_mesh)
         heads = share.key_heads(rank) if self.role == "key_value" else share.query_heads(rank)
         rows = _index(rows_of(heads, num_heads, num_rows, where), device_mesh)
         linear = _linear_function(module, where)
         if self.role == "output":
-            leave = Exit(
+            on_output = OutputBoundary(
                 device_mesh, per_axis(self.output_layouts or Replicate(), device_mesh), self.use_local_output, where
             )
-            forward: Any = _OutputOfHeads(device_mesh, linear, dims[1], rows, leave, where)
+            forward: Any = _OutputOfHeads(device_mesh, linear, dims[1], rows, on_output, where)
         else:
-            enter = Entry(device_mesh, per_axis(self.input_layouts or Replicate(), device_mesh), whole, where)
-            forward = _RowsOfWhole(linear, dims[0], rows, enter)
+            on_input = InputBoundary(
+                device_mesh, per_axis(self.input_layouts or Replicate(), device_mesh), replicated, where
+            )
+            forward = _RowsOfReplicated(linear, dims[0], rows, on_input)
         _platform.replace_forward(module, forward)
         return module
 
@@ -150,8 +152,8 @@ class FusedColwiseParallel(ParallelStyle):
         self.parts = dict(parts)
         if num_heads is not None and not use_local_output:
             raise ValueError(
-                "FusedColwiseParallel: parts that are cut by heads leave as plain blocks; leave out num_heads, or "
-                "use_local_output=False"
+                "FusedColwiseParallel: parts that are sharded by heads become plain local tensors; leave out "
+                "num_heads, or use_local_output=False"
             )
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.use_local_output = use_local_output
@@ -165,8 +167,8 @@ class FusedColwiseParallel(ParallelStyle):
         linear = _linear_function(module, where)
         if not self.use_local_output and not _platform.asks_subclasses:
             raise TypeError(
-                f"{where}: on this framework the parts leave as plain blocks; leave out use_local_output=False, and "
-                "let the code behind the layer read the widths from what it gets"
+                f"{where}: on this framework the parts become plain local tensors; leave out use_local_output=False, "
+                "and let the code behind the layer read the widths from what it gets"
             )
         own = _platform.own_parameters(module)
         if own["weight"].shape[dims[0]] != sum(self.parts.values()):
@@ -175,10 +177,10 @@ class FusedColwiseParallel(ParallelStyle):
                 f"{own['weight'].shape[dims[0]]}"
             )
         indices = self._split(module, device_mesh, dims[0], where)
-        whole = (Replicate(),) * device_mesh.ndim
-        enter = Entry(device_mesh, per_axis(self.input_layouts, device_mesh), whole, where)
+        replicated = (Replicate(),) * device_mesh.ndim
+        on_input = InputBoundary(device_mesh, per_axis(self.input_layouts, device_mesh), replicated, where)
         widths = None if self.use_local_output else tuple(self.parts.values())
-        _platform.replace_forward(module, _Parts(linear, dims[0], indices, "bias" in own, enter, widths))
+        _platform.replace_forward(module, _Parts(linear, dims[0], indices, "bias" in own, on_input, widths))
         return module
 
     def _split(self, module: Any, mesh: DeviceMesh, dim: int, where: str) -> dict[str, Any]:
@@ -214,17 +216,17 @@ class FusedColwiseParallel(ParallelStyle):
         return described(self, **arguments)
 
 
-class _RowsOfWhole:
+class _RowsOfReplicated:
     """forward of a linear layer of which a rank uses some rows."""
 
-    def __init__(self, linear: Any, dim: int, rows: Any, enter: Entry) -> None:
-        self.linear, self.dim, self.rows, self.enter = linear, dim, rows, enter
+    def __init__(self, linear: Any, dim: int, rows: Any, on_input: InputBoundary) -> None:
+        self.linear, self.dim, self.rows, self.on_input = linear, dim, rows, on_input
 
     def __call__(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         (x,) = args or kwargs.values()
         weight = _own(module.weight, self.dim, self.rows)
         bias = None if module.bias is None else _own(module.bias, 0, self.rows)
-        return self.linear(_varying(self.enter(x)), weight, bias)
+        return self.linear(_varying(self.on_input(x)), weight, bias)
 
 
 class _Parts:
@@ -236,11 +238,11 @@ class _Parts:
         dim: int,
         indices: dict[str, Any],
         has_bias: bool,
-        enter: Entry,
+        on_input: InputBoundary,
         widths: tuple[int, ...] | None,
     ) -> None:
         self.linear, self.dim, self.indices, self.has_bias = linear, dim, indices, has_bias
-        self.enter, self.widths = enter, widths
+        self.on_input, self.widths = on_input, widths
 
     def __call__(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         (x,) = args or kwargs.values()
@@ -249,15 +251,17 @@ class _Parts:
         if self.has_bias:
             pieces = [_own(getattr(module, f"bias_{part}"), 0, rows) for part, rows in self.indices.items()]
             bias = _platform.cat(pieces, 0)
-        product = self.linear(_varying(self.enter(x)), _platform.cat(weights, self.dim), bias)
-        return product if self.widths is None else FusedOutput.of_blocks(product, self.widths, self.enter.mesh)
+        product = self.linear(_varying(self.on_input(x)), _platform.cat(weights, self.dim), bias)
+        return product if self.widths is None else FusedOutput.of_blocks(product, self.widths, self.on_input.mesh)
 
 
 class _OutputOfHeads:
     """forward of the projection behind attention: each rank multiplies with the columns of its heads, then the sum."""
 
-    def __init__(self, mesh: DeviceMesh, linear: Any, dim: int, columns: Any, leave: Exit, where: str) -> None:
-        self.mesh, self.linear, self.leave, self.where = mesh, linear, leave, where
+    def __init__(
+        self, mesh: DeviceMesh, linear: Any, dim: int, columns: Any, on_output: OutputBoundary, where: str
+    ) -> None:
+        self.mesh, self.linear, self.on_output, self.where = mesh, linear, on_output, where
         self.dim, self.columns = dim, columns
         self._is_checked = False
 
@@ -265,18 +269,18 @@ class _OutputOfHeads:
         (x,) = args or kwargs.values()
         if isinstance(x, DTensor):
             raise TypeError(
-                f"{self.where}: heads that do not divide the ranks come as plain blocks, got a distributed tensor "
-                f"under {x._layout}; let the projections before it be HeadParallel too"
+                f"{self.where}: heads that do not divide the ranks come as plain local tensors, got a distributed "
+                f"tensor under {x._layout}; let the projections before it be HeadParallel too"
             )
         if not self._is_checked and _platform.needs_grad(x):
-            refuse_cut_uses(x, Layout.from_placements(self.mesh, (Shard(-1),) * self.mesh.ndim, x.ndim), self.where)
+            refuse_sharded_uses(x, Layout.from_placements(self.mesh, (Shard(-1),) * self.mesh.ndim, x.ndim), self.where)
             self._is_checked = True
         product = self.linear(x, _own(module.weight, self.dim, self.columns), None)
-        pending = (Partial(),) * self.mesh.ndim
-        out = self.leave.move(DTensor.from_local(product, self.mesh, pending, shape=tuple(product.shape)))
+        partial = (Partial(),) * self.mesh.ndim
+        out = self.on_output.move(DTensor.from_local(product, self.mesh, partial, shape=tuple(product.shape)))
         if module.bias is not None:
             out = plus_bias(out, module.bias)
-        return self.leave(out)
+        return self.on_output(out)
 
 
 def _own(parameter: Any, dim: int, rows: Any) -> Any:
@@ -286,19 +290,19 @@ def _own(parameter: Any, dim: int, rows: Any) -> Any:
     """
     if rows is None:
         return parameter.to_local()
-    pending = (Partial(),) * parameter.device_mesh.ndim
-    whole = parameter.to_local(grad_placements=pending)
-    return whole.index_select(dim, rows) if rows.shape[0] else NoRows.apply(whole, dim)
+    partial = (Partial(),) * parameter.device_mesh.ndim
+    replicated = parameter.to_local(grad_placements=partial)
+    return replicated.index_select(dim, rows) if rows.shape[0] else NoRows.apply(replicated, dim)
 
 
 class NoRows(_platform.Function):  # type: ignore[name-defined]
     """forward: none of the rows; backward: zeros for all of them. MindSpore has no gradient of an empty selection."""
 
     @staticmethod
-    def forward(ctx: Any, whole: Any, dim: int) -> Any:
-        ctx.like = _platform.detached(whole)
-        shape = [0 if d == dim else size for d, size in enumerate(whole.shape)]
-        return _platform.new_tensor(shape, whole.dtype, whole.device)
+    def forward(ctx: Any, parameter: Any, dim: int) -> Any:
+        ctx.like = _platform.detached(parameter)
+        shape = [0 if d == dim else size for d, size in enumerate(parameter.shape)]
+        return _platform.new_tensor(shape, parameter.dtype, parameter.device)
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
@@ -329,7 +333,7 @@ def _linear_dims(module: Any, where: str) -> tuple[int, int]:
     if dims is None:
         raise TypeError(
             f"{where}: only linear layers have rows to share out; use NoParallel() to keep a {type(module).__name__} "
-            "whole on every rank, or write a ParallelStyle for it"
+            "replicated, or write a ParallelStyle for it"
         )
     return dims
 

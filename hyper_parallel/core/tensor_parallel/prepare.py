@@ -7,7 +7,7 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.placement_types import Placement
-from hyper_parallel.core.modules.boundary import Entry, Exit
+from hyper_parallel.core.modules.boundary import InputBoundary, OutputBoundary
 from hyper_parallel.core.modules.placements import Placements, check_placements, per_axis
 from hyper_parallel.core.tensor_parallel.style_base import ParallelStyle, described
 from hyper_parallel.platform import get_platform
@@ -65,7 +65,7 @@ input_kwarg_layouts={}, desired_input_kwarg_layouts={}, use_local_output=False)
             name: _passage(f"{where}, argument {name!r}", device_mesh, given, self.desired_input_kwarg_layouts[name])
             for name, given in self.input_kwarg_layouts.items()
         }
-        leave = Exit(device_mesh, None, self.use_local_output, where)
+        on_output = OutputBoundary(device_mesh, None, self.use_local_output, where)
 
         def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if by_place and len(args) != len(by_place) and not by_name:
@@ -73,8 +73,10 @@ input_kwarg_layouts={}, desired_input_kwarg_layouts={}, use_local_output=False)
                     f"{where}: the module got {len(args)} positional inputs, but input_layouts has {len(by_place)}; "
                     "give one per input, None for those to leave alone, or use input_kwarg_layouts for keywords"
                 )
-            moved = [leave(passage(value)) for passage, value in zip(by_place, args, strict=False)]
-            named = {name: leave(by_name[name](value)) if name in by_name else value for name, value in kwargs.items()}
+            moved = [on_output(passage(value)) for passage, value in zip(by_place, args, strict=False)]
+            named = {
+                name: on_output(by_name[name](value)) if name in by_name else value for name, value in kwargs.items()
+            }
             return (*moved, *args[len(moved) :]), named
 
         if by_place or by_name:
@@ -113,20 +115,20 @@ class PrepareModuleOutput(ParallelStyle):
     def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
         where = f"{type(self).__name__} on {type(module).__name__}"
         passages = _passages(where, device_mesh, self.output_layouts, self.desired_output_layouts)
-        leave = Exit(device_mesh, None, self.use_local_output, where)
+        on_output = OutputBoundary(device_mesh, None, self.use_local_output, where)
 
         def after(_: Any, inputs: Any, outputs: Any) -> Any:
             del inputs
             if not isinstance(outputs, (tuple, list)):
                 if len(passages) != 1:
                     raise ValueError(f"{where}: one output, but output_layouts has {len(passages)}; give one")
-                return leave(passages[0](outputs))
+                return on_output(passages[0](outputs))
             if len(outputs) != len(passages):
                 raise ValueError(
                     f"{where}: the module gave {len(outputs)} outputs, but output_layouts has {len(passages)}; give "
                     "one per output, None for those to leave alone"
                 )
-            moved = [leave(passage(value)) for passage, value in zip(passages, outputs, strict=True)]
+            moved = [on_output(passage(value)) for passage, value in zip(passages, outputs, strict=True)]
             return type(outputs)(*moved) if hasattr(outputs, "_fields") else type(outputs)(moved)
 
         _platform.register_forward_hook(module, after)
@@ -214,7 +216,7 @@ def _passages(where: str, mesh: DeviceMesh, given: tuple[Any, ...], wanted: tupl
 
 
 def _passage(where: str, mesh: DeviceMesh, given: Any, wanted: Any) -> Any:
-    return Entry(
+    return InputBoundary(
         mesh,
         None if given is None else per_axis(given, mesh),
         None if wanted is None or given is None else per_axis(wanted, mesh),

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
-from hyper_parallel.core.modules.boundary import Entry, Exit, leave
+from hyper_parallel.core.modules.boundary import InputBoundary, OutputBoundary, to_plain_local
 from hyper_parallel.platform import get_platform
 
 _platform = get_platform()
@@ -27,25 +27,33 @@ Linear = Callable[[Any, Any, Any], Any]  # (x, weight, bias or None) -> the laye
 class Projection:
     """The forward function of a linear layer whose parameters are cut."""
 
-    def __init__(self, linear: Linear, enter: Entry, exit: Exit, bias_behind: bool) -> None:
-        self.linear, self.enter, self.exit, self.bias_behind = linear, enter, exit, bias_behind
+    def __init__(self, linear: Linear, on_input: InputBoundary, on_output: OutputBoundary, bias_behind: bool) -> None:
+        self.linear, self.on_input, self.on_output, self.bias_behind = linear, on_input, on_output, bias_behind
 
     def __call__(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         (x,) = args or kwargs.values()
-        out = multiply(x, self.enter, self.linear, module.weight, module.bias, self.exit, self.bias_behind)
-        return leave(out) if self.exit.local and isinstance(out, DTensor) else out
+        out = multiply(x, self.on_input, self.linear, module.weight, module.bias, self.on_output, self.bias_behind)
+        return to_plain_local(out) if self.on_output.local and isinstance(out, DTensor) else out
 
 
-def multiply(x: Any, enter: Entry, linear: Linear, weight: Any, bias: Any, exit: Exit, bias_behind: bool) -> Any:
+def multiply(
+    x: Any,
+    on_input: InputBoundary,
+    linear: Linear,
+    weight: Any,
+    bias: Any,
+    on_output: OutputBoundary,
+    bias_behind: bool,
+) -> Any:
     """Bring the input where the product wants it, multiply, and bring the result where it is wanted.
 
     ``bias_behind`` adds the bias to the sum, see Note [The bias behind the sum].
-    forward: the gather that ``enter`` asks for, the reduction that ``exit`` asks for; backward: their gradients.
+    forward: the gather of ``on_input``, the reduction of ``on_output``; backward: their gradients.
     """
-    x = enter(x)
+    x = on_input(x)
     if bias is None or not bias_behind:
-        return exit.move(linear(x, weight, bias))
-    return plus_bias(exit.move(linear(x, weight, None)), bias)
+        return on_output.move(linear(x, weight, bias))
+    return plus_bias(on_output.move(linear(x, weight, None)), bias)
 
 
 def plus_bias(out: DTensor, bias: DTensor) -> DTensor:

@@ -11,7 +11,7 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard
-from hyper_parallel.core.modules.boundary import Entry, Exit
+from hyper_parallel.core.modules.boundary import InputBoundary, OutputBoundary
 from hyper_parallel.core.modules.module_parameters import distribute_parameter, replicate_parameters
 from hyper_parallel.core.modules.placements import Placements, check_placements, per_axis
 from hyper_parallel.core.tensor_parallel.prepare import (
@@ -37,7 +37,7 @@ __all__ = [
 _platform = get_platform()
 
 
-class _CutWeight(ParallelStyle):
+class _ShardedWeight(ParallelStyle):
     """A linear layer or an embedding whose weight is cut."""
 
     _input: Placement
@@ -62,22 +62,24 @@ class _CutWeight(ParallelStyle):
         dims = _platform.linear_weight_dims(module)
         if dims is None and not _platform.is_embedding_module(module):
             raise NotImplementedError(
-                f"{type(self).__name__} cuts linear layers and embeddings, not a {type(module).__name__}; write a "
+                f"{type(self).__name__} shards linear layers and embeddings, not a {type(module).__name__}; write a "
                 "ParallelStyle for it, or use shard_module with a ShardingPlan"
             )
         weight, bias, wanted = self._placements(dims, device_mesh)
         lengths = {} if dims is None else {-1: _platform.own_parameters(module)["weight"].shape[dims[1]]}
         distribute_parameter(module, _platform.weight_name(module), device_mesh, weight, self.src_data_rank, where)
         distribute_parameter(module, "bias", device_mesh, bias, self.src_data_rank, where)
-        enter = Entry(device_mesh, per_axis(self.input_layouts, device_mesh), wanted, where, lengths)
-        leave = Exit(device_mesh, per_axis(self.output_layouts, device_mesh), self.use_local_output, where)
+        on_input = InputBoundary(device_mesh, per_axis(self.input_layouts, device_mesh), wanted, where, lengths)
+        on_output = OutputBoundary(
+            device_mesh, per_axis(self.output_layouts, device_mesh), self.use_local_output, where
+        )
         linear = _platform.linear_function(module)
         if linear is None:
-            hook_values(module, enter, leave)
+            hook_values(module, on_input, on_output)
         else:
-            is_pending = any(placement.is_shard() for placement in wanted)
-            bias_behind = is_pending and not leave.keeps_pending and not any(one.is_shard() for one in bias)
-            _platform.replace_forward(module, Projection(linear, enter, leave, bias_behind))
+            is_partial = any(placement.is_shard() for placement in wanted)
+            bias_behind = is_partial and not on_output.keeps_partial and not any(one.is_shard() for one in bias)
+            _platform.replace_forward(module, Projection(linear, on_input, on_output, bias_behind))
         return module
 
     @abstractmethod
@@ -102,7 +104,7 @@ class _CutWeight(ParallelStyle):
         return described(self, **arguments)
 
 
-class ColwiseParallel(_CutWeight):
+class ColwiseParallel(_ShardedWeight):
     """Every rank computes a part of the outputs.
 
     Linear: weight and bias ``Shard(0)``; Embedding: weight ``Shard(1)``. A plain input is taken to lie under
@@ -122,7 +124,7 @@ class ColwiseParallel(_CutWeight):
         return self._linear_placements(dims, per_axis(self.weight_layouts or Shard(dims[0]), mesh))
 
 
-class RowwiseParallel(_CutWeight):
+class RowwiseParallel(_ShardedWeight):
     """Every rank computes a summand of the outputs from a part of the inputs.
 
     Linear: weight ``Shard(1)``, bias whole and added once; input ``Shard(-1)``. Embedding: weight ``Shard(0)``, ids
@@ -199,9 +201,9 @@ class NoParallel(ParallelStyle):
         replicate_parameters(module, device_mesh, self.src_data_rank, where)
         given = per_axis(self.input_layouts or Replicate(), device_mesh)
         wanted = None if self.input_layouts is None else given
-        leaving = None if self.output_layouts is None else per_axis(self.output_layouts, device_mesh)
-        enter = Entry(device_mesh, given, wanted, where)
-        hook_values(module, enter, Exit(device_mesh, leaving, self.use_local_output, where))
+        wanted_after = None if self.output_layouts is None else per_axis(self.output_layouts, device_mesh)
+        on_input = InputBoundary(device_mesh, given, wanted, where)
+        hook_values(module, on_input, OutputBoundary(device_mesh, wanted_after, self.use_local_output, where))
         return module
 
     def __repr__(self) -> str:
@@ -233,29 +235,33 @@ class SequenceParallel(ParallelStyle):
         where = f"{type(self).__name__} on {type(module).__name__}"
         replicate_parameters(module, device_mesh, self.src_data_rank, where)
         cut = per_axis(Shard(self.sequence_dim), device_mesh)
-        hook_values(module, Entry(device_mesh, cut, cut, where), Exit(device_mesh, cut, self.use_local_output, where))
+        hook_values(
+            module,
+            InputBoundary(device_mesh, cut, cut, where),
+            OutputBoundary(device_mesh, cut, self.use_local_output, where),
+        )
         return module
 
     def __repr__(self) -> str:
         return described(self, sequence_dim=self.sequence_dim, use_local_output=self.use_local_output)
 
 
-def hook_values(module: Any, enter: Entry, leave: Exit) -> None:
-    """Let the first input of ``module`` pass through ``enter`` and its output through ``leave``."""
+def hook_values(module: Any, on_input: InputBoundary, on_output: OutputBoundary) -> None:
+    """Let the first input of ``module`` pass through ``on_input`` and its output through ``on_output``."""
 
     def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args:
-            return (enter(args[0]), *args[1:]), kwargs
+            return (on_input(args[0]), *args[1:]), kwargs
         for name, value in kwargs.items():
             if _platform.is_tensor(value):
-                return args, {**kwargs, name: enter(value)}
+                return args, {**kwargs, name: on_input(value)}
         return args, kwargs
 
     def after(_: Any, inputs: Any, outputs: Any) -> Any:
         del inputs
         if isinstance(outputs, tuple):
-            return tuple(leave(value) for value in outputs)
-        return leave(outputs)
+            return tuple(on_output(value) for value in outputs)
+        return on_output(outputs)
 
     _platform.register_forward_pre_hook(module, before, with_kwargs=True)
     _platform.register_forward_hook(module, after)

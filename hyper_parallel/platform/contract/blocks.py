@@ -22,7 +22,7 @@ class Blocks(ABC):
 
     @staticmethod
     @abstractmethod
-    def reduce_whole(tensor: Any, group: Any, op: Any) -> Any:
+    def all_reduce_blocks(tensor: Any, group: Any, op: Any) -> Any:
         """The reduction over the group, whole on every rank; ``tensor`` is kept."""
 
     @staticmethod
@@ -42,7 +42,7 @@ class Blocks(ABC):
 
     @staticmethod
     @abstractmethod
-    def neutral_like(tensor: Any, op: Any) -> Any:
+    def identity_like(tensor: Any, op: Any) -> Any:
         """What leaves a reduction unchanged: zeros for a sum, ones for a product, the tensor itself for the others."""
 
     @staticmethod
@@ -124,7 +124,19 @@ class Blocks(ABC):
     @staticmethod
     @abstractmethod
     def observe_collectives(tell: Any) -> Any:
-        """Call ``tell(op, ranks, shape, dtype, num_bytes, async_op)`` before every collective; returns how to stop."""
+        """Call ``tell(op, ranks, shape, dtype, num_bytes, async_op)`` before every collective; returns how to stop.
+
+        Messages, barriers and what is done with objects are told too; the dtype is "" where there is no tensor. Peers,
+        tags and splits: ``checks/collective_observers.py``.
+        """
+
+    @staticmethod
+    @abstractmethod
+    def observe_waits(tell: Any) -> Any:
+        """Call ``tell`` with the same arguments when a handle's first wait has ended; returns how to stop.
+
+        Of operations that are begun from now on.
+        """
 
     @staticmethod
     def drawing_alike(seed: int, number: int) -> Any:
@@ -154,7 +166,7 @@ class Blocks(ABC):
 
     @staticmethod
     @abstractmethod
-    def losing_value(dtype: Any, op: Any) -> Any:
+    def extreme_identity(dtype: Any, op: Any) -> Any:
         """The value that every other one beats in a maximum (``op`` "max") or a minimum ("min")."""
 
     @staticmethod

@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import UserDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from hyper_parallel.platform.shared.membership import Member, current_member
+
+
+class _GroupTable(UserDict[tuple[int, ...], Any]):
+    """The table of the process, or of the member that the current thread is."""
+
+    def __init__(self) -> None:
+        self._of_process: dict[tuple[int, ...], Any] = {}
+
+    @property
+    def data(self) -> dict[tuple[int, ...], Any]:  # type: ignore[override]
+        member = current_member()
+        return self._of_process if member is None else member.groups
+
+
 # Groups by their ranks in ascending order. One table for the process, so that every mesh, plan and test that asks for
 # the same ranks shares one communicator.
-EXISTING_COMM_GROUPS: dict[tuple[int, ...], Any] = {}
+EXISTING_COMM_GROUPS = _GroupTable()
 
 
 class Groups(ABC):
@@ -92,6 +108,16 @@ class Groups(ABC):
         group_desc: str | None = None,
     ) -> Any:
         """One list of ranks per new group, called by every rank of the parent; each rank gets its own group or None."""
+
+    @staticmethod
+    @abstractmethod
+    def silent_group(member: Member, ranks: tuple[int, ...]) -> Any:
+        """A group of a world in which nobody else is: communication costs nothing and gives shapes only."""
+
+    @staticmethod
+    @abstractmethod
+    def meeting_group_maker(meeting: Any) -> Callable[[Member, tuple[int, ...]], Any]:
+        """What makes the groups of one member of a world of threads, whose ranks meet at ``meeting``."""
 
     @staticmethod
     @abstractmethod

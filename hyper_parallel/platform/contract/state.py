@@ -106,8 +106,8 @@ class State(ABC):
 
     @staticmethod
     @abstractmethod
-    def set_whole_norms(whole_norms: Any) -> Any:
-        """Let ``whole_norms(tensors, order)`` give the norms of tensors of which some are distributed."""
+    def set_global_norms(global_norms: Any) -> Any:
+        """Let ``global_norms(tensors, order)`` give the norms of tensors of which some are distributed."""
 
     @staticmethod
     @abstractmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import update_abstractmethods
 from collections.abc import Callable
-from types import ModuleType
+from types import MethodType, ModuleType
 from typing import Any, TypeVar
 
 Table = TypeVar("Table", bound=type)
@@ -43,8 +43,9 @@ def _is_method(value: Any) -> bool:
 
 
 def _defines(room: ModuleType, name: str) -> bool:
-    """Whether a module makes what it has under this name, and does not import it."""
+    """Whether a module makes what it has under this name, a function or an object's method, and does not import it."""
     value = vars(room).get(name)
-    return callable(value) and (
-        getattr(value, "__module__", None) == room.__name__ or name in getattr(room, "__all__", ())
-    )
+    if not callable(value):
+        return False
+    is_own = getattr(value, "__module__", None) == room.__name__ or isinstance(value, MethodType)
+    return is_own or name in getattr(room, "__all__", ())

@@ -240,9 +240,8 @@ class DifferentiableCollectives:
         num_rows = data.shape[0]
         if (input_splits is None or output_splits is None) and num_rows % num_ranks != 0:
             raise ValueError(
-                f"{function}: dim 0 of the input of shape {tuple(data.shape)} cannot be cut into {num_ranks} equal "
-                f"parts, "
-                "one per rank; use differentiable_all_to_all_single with input_splits and output_splits"
+                f"{function}: dim 0 of the input of shape {tuple(data.shape)} cannot be split into {num_ranks} equal "
+                "parts, one per rank; use differentiable_all_to_all_single with input_splits and output_splits"
             )
         even = (num_rows // num_ranks,) * num_ranks
         sent = even if input_splits is None else _checked_sizes(function, input_splits, num_ranks, "input_splits")

@@ -130,8 +130,8 @@ class OverlapFunctions:
         split_dim = _checked_dim(function, "split_dim", split_dim, t.ndim, t)
         if t.shape[split_dim] % world_size != 0:
             raise ValueError(
-                f"{function}: dim {split_dim} of the tensor of shape {tuple(t.shape)} cannot be cut into {world_size} "
-                "equal parts, one per rank"
+                f"{function}: dim {split_dim} of the tensor of shape {tuple(t.shape)} cannot be split into "
+                f"{world_size} equal parts, one per rank"
             )
         x, work = self._launch.apply(t, group, world_size, split_dim, handle_box)
         x._handle_box_of_launch = handle_box

@@ -86,7 +86,7 @@ class ParameterFunctions:
             setattr(param, _LAYOUT_ATTRIBUTE, layout)
         elif param.layout != layout:
             raise ValueError(
-                f"set_layout_into_parameter: the parameter already lies as {param.layout}, which is not {layout}; "
+                f"set_layout_into_parameter: the parameter already has {param.layout}, which is not {layout}; "
                 "change it with redistribute()"
             )
         return param
@@ -120,10 +120,9 @@ class ParameterFunctions:
         self._require_tensor("load_into_param", data)
         if _is_spread(data):
             if not _is_spread(param) or param.layout != data.layout:
-                lies = f"as {param.layout}" if _is_spread(param) else "whole on this rank"
+                held = f"has {param.layout}" if _is_spread(param) else "is a plain tensor"
                 raise ValueError(
-                    f"load_into_param: the data lies as {data.layout} but the parameter {lies}; redistribute the data "
-                    "first"
+                    f"load_into_param: the data has {data.layout} but the parameter {held}; redistribute the data first"
                 )
             data = data.to_local()
         local = local_part(param)

@@ -9,13 +9,15 @@ import torch
 
 from hyper_parallel.platform.contract.tables import takes_from
 from hyper_parallel.platform.platform import Platform, PlatformType
-from hyper_parallel.platform.torch.base import devices, dtensor_base, returnable_memory, tensors
+from hyper_parallel.platform.shared.membership import belongs_to_rank
+from hyper_parallel.platform.torch.base import devices, dtensor_base, rank_state, returnable_memory, tensors  # noqa: F401
 from hyper_parallel.platform.torch.communication import (
     coalesced,
     collectives,
     differentiable,
     groups,
     overlap,
+    pretend_groups,
     symmetric_memory,
 )
 from hyper_parallel.platform.torch.dtensor import (
@@ -78,6 +80,7 @@ from hyper_parallel.platform.torch.takes_over import (
     overlap,
     parameter_units,
     parameter_uses,
+    pretend_groups,
     python_bodies,
     random_state,
     raw_bits,
@@ -113,6 +116,7 @@ class TorchPlatform(Platform):
     def __init__(self) -> None:
         install.install()
         self._grad_reduction: overlap.GradReduction | None = None
+        belongs_to_rank(lambda: self._grad_reduction, lambda saved: setattr(self, "_grad_reduction", saved))
 
     def set_grad_reduce_handle(self, handle: Any, post_process: Callable[[], None] | None = None) -> None:
         if self._grad_reduction is None:

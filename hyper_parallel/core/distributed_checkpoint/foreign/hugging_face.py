@@ -151,7 +151,7 @@ def _check_fit(state_dict: Mapping[str, Any], mapped: Mapped, path: Path, cast: 
         elif tuple(value.shape) != mapped.our_shapes[name]:
             problems.append(f"'{name}' has shape {mapped.our_shapes[name]} in the files and {tuple(value.shape)} here")
         elif isinstance(value, DTensor) and value.layout.has_partial:
-            problems.append(f"'{name}' has a pending sum ({value.layout}), which cannot be loaded into")
+            problems.append(f"'{name}' is a partial sum ({value.layout}), which cannot be loaded into")
         elif _dtype_of(value) != mapped.our_dtypes[name] and not cast:
             problems.append(
                 f"'{name}' is {mapped.our_dtypes[name]} in the files and {_dtype_of(value)} here; pass cast=True"
@@ -268,7 +268,7 @@ def _untied(state_dict: Mapping[str, Any]) -> dict[str, Any]:
         if not get_platform().is_tensor(value):
             raise TypeError(f"'{name}' is a {type(value).__name__}; safetensors files hold tensors only")
         if isinstance(value, DTensor) and value.layout.has_partial:
-            raise ValueError(f"'{name}' has a pending sum ({value.layout}); call reduce_partial() first")
+            raise ValueError(f"'{name}' is a partial sum ({value.layout}); call reduce_partial() first")
         address = _address(value)
         if address not in seen:
             tensors[name] = value

@@ -318,7 +318,7 @@ class _Rule:
     def _add_pieces(self, mapped: Mapped, wild: tuple[str, ...], parts: list[Shape], count: int) -> None:
         at = 0
         if self.groups > 1 and any(part[self._join_dim()] % self.groups for part in parts):
-            raise ValueError(f"{self.where}: parts of shapes {parts} cannot be cut into {self.groups} groups")
+            raise ValueError(f"{self.where}: parts of shapes {parts} cannot be split into {self.groups} groups")
         for number, part in enumerate(parts):
             for index in range(count):
                 for group in range(self.groups):

@@ -126,7 +126,7 @@ def _check_layout(where: str, layout: Any) -> None:
     _require(are_ranks, where, ranks, f"are not the ranks of mesh {shape}")
     are_cuts = type(cuts) is list and len(cuts) <= MAX_DIMS and all(_are_counts(axes, len(shape)) for axes in cuts)
     used = [axis for axes in cuts for axis in axes] if are_cuts else []
-    _require(are_cuts and len(set(used)) == len(used), where, cuts, f"are not cuts by the axes of mesh {shape}")
+    _require(are_cuts and len(set(used)) == len(used), where, cuts, f"do not shard over the axes of mesh {shape}")
     partials = layout["partials"]
     are_partials = type(partials) is list and len(partials) == len(shape)
     are_partials = are_partials and all(partial is None or _is_text(partial) for partial in partials)
@@ -146,7 +146,7 @@ def _check_tensor(where: str, entry: Any, layouts: list[Any], ranges: Ranges) ->
         if not _is_count(layout, 0, len(layouts)):
             raise _wrong(where, layout, f"is not one of the {len(layouts)} layouts")
         if len(layouts[layout]["cuts"]) != len(shape):
-            raise _wrong(where, layouts[layout]["cuts"], f"are not cuts of shape {shape}")
+            raise _wrong(where, layouts[layout]["cuts"], f"do not shard shape {shape}")
     _require(type(requires_grad) is bool, where, requires_grad, "is not true or false")
     if ("grid" in entry) == ("boxes" in entry):
         raise _wrong(where, sorted(entry), "has not one of 'grid' and 'boxes'")
@@ -218,7 +218,7 @@ def grid_problem(grid: Grid, shape: Shape) -> str:
         return ""
     for starts, size in zip(grid, shape, strict=True):
         if not starts or starts[0] != 0 or list(starts) != sorted(set(starts)) or starts[-1] >= size:
-            return f"does not cut shape {list(shape)}: in each dim chunks start at 0 and later, each once"
+            return f"does not split shape {list(shape)}: in each dim chunks start at 0 and later, each once"
     return ""
 
 

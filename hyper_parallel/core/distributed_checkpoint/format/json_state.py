@@ -165,7 +165,8 @@ class _Encoder:
             raise _CannotEncode(value, "a numpy array of objects")
         if isinstance(value, self._platform.DTensorBase):
             raise _CannotEncode(
-                value, "a DTensor inside a tuple or another object (put it into a dict or list, where it is saved cut)"
+                value,
+                "a DTensor inside a tuple or another object (put it into a dict or list, where it is saved sharded)",
             )
         if self._platform.is_tensor(value):
             raw = self._platform.raw_array(value)

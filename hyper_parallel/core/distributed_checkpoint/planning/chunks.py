@@ -175,12 +175,12 @@ def _cells_of_plain_on_rank(shape: Shape, holders: Ranks, element_size: int, ran
 def _cells_of_layouts(layouts: tuple[Layout, ...], shape: Shape, element_size: int) -> tuple[Cell, ...]:
     first = layouts[0]
     mesh = first.mesh
-    dims = [list(_intervals(size, axes, mesh.shape)) for size, axes in zip(shape, first.cuts, strict=True)]
+    dims = [list(_intervals(size, axes, mesh.shape)) for size, axes in zip(shape, first.shard_axes, strict=True)]
     dim = _cut_dim(layouts, shape, element_size)
     cells: list[Cell] = []
     for intervals in itertools.product(*dims):
         coordinate = [0] * mesh.ndim
-        for axes, (_, _, places) in zip(first.cuts, intervals, strict=True):
+        for axes, (_, _, places) in zip(first.shard_axes, intervals, strict=True):
             for axis, place in zip(axes, places, strict=True):
                 coordinate[axis] = place
         box = Region(tuple(start for start, _, _ in intervals), tuple(length for _, length, _ in intervals))
@@ -207,7 +207,7 @@ def _cells_of_layouts_on_rank(
 @functools.lru_cache(maxsize=65536)
 def _holders(layouts: tuple[Layout, ...], coordinate: Shape) -> Ranks:
     """The ranks that hold the block at ``coordinate``, ascending."""
-    cut = {axis for axes in layouts[0].cuts for axis in axes}
+    cut = {axis for axes in layouts[0].shard_axes for axis in axes}
     whole = tuple(axis for axis in range(layouts[0].mesh.ndim) if axis not in cut)
     holders: set[int] = set()
     for layout in layouts:

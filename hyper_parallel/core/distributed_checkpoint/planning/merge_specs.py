@@ -40,14 +40,16 @@ def _merged(key: str, specs: dict[int, Spec], num_ranks: int) -> Spec:
         assert isinstance(spec, TensorSpec)
         layout = spec.layouts[0]
         ranks = set(layout.mesh.rank_list)
-        alike = not layouts or (layout.cuts == layouts[0].cuts and layout.mesh.shape == layouts[0].mesh.shape)
+        alike = not layouts or (
+            layout.shard_axes == layouts[0].shard_axes and layout.mesh.shape == layouts[0].mesh.shape
+        )
         if layout in layouts or not alike or ranks & seen or not ranks <= set(specs):
             continue
         layouts.append(layout)
         seen |= ranks
     if not layouts:
         absent = sorted(set(first.layouts[0].mesh.rank_list) - set(specs))
-        raise ValueError(f"'{key}' lies on {first.layouts[0]}, but it is missing on ranks {absent} of that mesh")
+        raise ValueError(f"'{key}' has {first.layouts[0]}, but it is missing on ranks {absent} of that mesh")
     return first._replace(layouts=tuple(layouts))
 
 
@@ -72,8 +74,8 @@ def alone(specs: Specs, rank: int) -> dict[str, Spec]:
         if isinstance(spec, TensorSpec) and spec.layouts:
             if local_box(spec, rank)[1] != spec.shape:
                 raise ValueError(
-                    f"'{key}' is cut over several ranks ({spec.layouts[0]}), so one process cannot save it; call save "
-                    "on all ranks without no_dist"
+                    f"'{key}' is sharded over several ranks ({spec.layouts[0]}), so one process cannot save it; call "
+                    "save on all ranks without no_dist"
                 )
             spec = spec._replace(layouts=())
         result[key] = spec

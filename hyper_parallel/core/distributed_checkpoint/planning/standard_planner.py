@@ -64,7 +64,7 @@ def spec_of(name: str, leaf: Leaf, verb: str) -> Spec:
     layout = tensor.layout
     if layout.has_partial:
         raise ValueError(
-            f"'{name}' has a pending reduction ({layout}), so no rank holds its values; call reduce_partial() on it "
+            f"'{name}' is partial ({layout}), so no rank holds its values; call reduce_partial() on it "
             f"before you {verb}"
         )
     return TensorSpec(tuple(tensor.shape), dtype, (layout,), None, bool(getattr(tensor, "requires_grad", False)))

@@ -1,4 +1,4 @@
-"""Writing a checkpoint again in another form: another kind, other names and shapes, other cuts. By one process, with
+"""Writing a checkpoint again in another form: another kind, other names and shapes, other layouts. By one process, with
 bounded memory: one data file (for a Hugging Face folder: one tensor) is in memory at a time.
 """
 
@@ -37,7 +37,7 @@ from hyper_parallel.core.distributed_checkpoint.format.stored_files import RAW_D
 from hyper_parallel.core.distributed_checkpoint.storage.aside_folder import AsideFolder
 from hyper_parallel.core.distributed_checkpoint.storage.file_names import data_file_name, new_save_name
 from hyper_parallel.core.distributed_checkpoint.storage.storage import default_writer
-from hyper_parallel.core.distributed_checkpoint.tools.selection import Cuts as Cuts
+from hyper_parallel.core.distributed_checkpoint.tools.selection import LayoutsByName as LayoutsByName
 from hyper_parallel.core.distributed_checkpoint.tools.selection import Selection as Selection
 from hyper_parallel.platform.shared.region import Region
 
@@ -78,7 +78,7 @@ def write_checkpoint(
     destination: str | os.PathLike[str],
     *,
     mapping: Any = None,
-    cuts: Cuts | None = None,
+    layouts_by_name: LayoutsByName | None = None,
     max_file_bytes: int = DATA_FILE_BYTES,
     objects: str = "plain",
     progress: Progress | None = None,
@@ -89,24 +89,26 @@ def write_checkpoint(
     """
     source = selection
     mapped = KeyMapping.of(mapping).from_files(source.known())
-    if cuts is not None:
-        cuts.check_used(mapped.our_shapes)
+    if layouts_by_name is not None:
+        layouts_by_name.check_used(mapped.our_shapes)
     pieces = mapped.by_our_name()
     layouts: list[dict[str, Any]] = []
-    index = CheckpointIndex(layouts=layouts, world_size=1 if cuts is None else math.prod(cuts.shape))
+    index = CheckpointIndex(
+        layouts=layouts, world_size=1 if layouts_by_name is None else math.prod(layouts_by_name.shape)
+    )
     index.platform = getattr(getattr(source.source, "index", None), "platform", None)
     chunks: list[_Chunk] = []
     for name, shape in mapped.our_shapes.items():
         dtype = mapped.our_dtypes[name]
-        axes = cuts.of(name, shape) if cuts is not None else None
+        axes = layouts_by_name.of(name, shape) if layouts_by_name is not None else None
         number = None
-        if cuts is not None and axes is not None:
-            boxes = list(cuts.boxes(axes, shape))
-            layout = cuts.layout(axes)
+        if layouts_by_name is not None and axes is not None:
+            boxes = list(layouts_by_name.boxes(axes, shape))
+            layout = layouts_by_name.layout(axes)
             if layout not in layouts:
                 layouts.append(layout)
             number = layouts.index(layout)
-        elif cuts is None and _is_as_it_was(pieces[name], source):
+        elif layouts_by_name is None and _is_as_it_was(pieces[name], source):
             boxes = [(box, 0) for box in source.boxes(pieces[name][0].file_name) if 0 not in box[1]]
         else:
             boxes = [] if 0 in shape else [(Region.whole(shape), 0)]

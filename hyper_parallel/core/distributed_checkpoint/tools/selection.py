@@ -53,10 +53,10 @@ class Selection:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-class Cuts:
-    """Layouts by name for a mesh: ``Cuts({"dp": 2, "tp": 4}, {"layers.*.weight": ["tp", "None"]})``.
+class LayoutsByName:
+    """Layouts by name for a mesh: ``LayoutsByName({"dp": 2, "tp": 4}, {"layers.*.weight": ["tp", "None"]})``.
 
-    A dim may be cut by several axes, ``"dp+tp"``. Names that no pattern fits are not cut.
+    A dim may be sharded by several axes, ``"dp+tp"``. Names that no pattern fits are not sharded.
     """
 
     def __init__(self, mesh: Mapping[str, int], patterns: Mapping[str, Sequence[str]]) -> None:
@@ -73,11 +73,13 @@ class Cuts:
 
     def _axis(self, name: str, pattern: str) -> int:
         if name not in self.names:
-            raise ValueError(f"the cut of '{pattern}' names the axis {name!r}; the mesh has {', '.join(self.names)}")
+            raise ValueError(
+                f"the sharding of '{pattern}' names the axis {name!r}; the mesh has {', '.join(self.names)}"
+            )
         return self.names.index(name)
 
     def of(self, name: str, shape: Shape) -> tuple[tuple[int, ...], ...] | None:
-        """For each dim the axes that cut it; None when nothing is said about the name."""
+        """For each dim the axes that shard it; None when nothing is said about the name."""
         for pattern, compiled, axes in self._patterns:
             if compiled.fullmatch(name):
                 if len(axes) != len(shape):
@@ -108,7 +110,7 @@ class Cuts:
         idle = [pattern for pattern, compiled, _ in self._patterns if not any(map(compiled.fullmatch, names))]
         if idle:
             raise ValueError(
-                f"no tensor fits the cut of {', '.join(map(repr, idle))}; there are {', '.join(names[:20])}"
+                f"no tensor fits the sharding of {', '.join(map(repr, idle))}; there are {', '.join(names[:20])}"
             )
 
     def layout(self, axes: tuple[tuple[int, ...], ...]) -> dict[str, Any]:

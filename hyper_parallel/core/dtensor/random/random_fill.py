@@ -12,6 +12,9 @@ from hyper_parallel.core.dtensor.random import random_state, random_values
 from hyper_parallel.core.dtensor.random.random_state import Draw
 from hyper_parallel.core.dtensor.random.random_stream import GlobalRegion
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.shared.membership import belongs_to_rank
+
+belongs_to_rank(random_state.get_rng_state, random_state.set_rng_state)
 
 
 def _part_of_whole(draw: Draw, region: GlobalRegion, make: Callable[[Draw], np.ndarray], dtype: str) -> np.ndarray:
@@ -48,7 +51,7 @@ def random_block(
     block = platform.from_numpy(_MAKERS[kind](draw, region, **parameters), dtype, device)
     for place, op in zip(coordinate, layout.partials, strict=True):
         if op is not None and place != 0:
-            block = platform.neutral_like(block, op)
+            block = platform.identity_like(block, op)
     return block
 
 

@@ -121,7 +121,7 @@ def custom_shard(
             layout = Layout.resolve(mesh, wanted, value.ndim)
             if layout is not value.layout and not redistribute_inputs:
                 raise ValueError(
-                    f"{_name(func)}: argument {index} lies under {value.layout}, in_placements says {layout}; "
+                    f"{_name(func)}: argument {index} has {value.layout}, in_placements says {layout}; "
                     "redistribute it, or pass redistribute_inputs=True"
                 )
             targets[index] = layout
@@ -202,7 +202,7 @@ def _entered(args: tuple[Any, ...], kwargs: dict[str, Any], targets: dict[int, L
 
 
 def _varying_axes(layout: Layout) -> set[int]:
-    cut = {axis for axes in layout.cuts for axis in axes}
+    cut = {axis for axes in layout.shard_axes for axis in axes}
     return cut | {axis for axis, op in enumerate(layout.partials) if op is not None}
 
 
@@ -229,8 +229,10 @@ def _global_shape(local: Shape, layout: Layout, entered: Sequence[tuple[Layout, 
     What it depends on is the same on every rank, so that all ranks ask each other for their sizes, or none does.
     """
     shape = []
-    for size, axes in zip(local, layout.cuts, strict=True):
-        like = {total for given, sizes in entered for total, cut in zip(sizes, given.cuts, strict=True) if cut == axes}
+    for size, axes in zip(local, layout.shard_axes, strict=True):
+        like = {
+            total for given, sizes in entered for total, cut in zip(sizes, given.shard_axes, strict=True) if cut == axes
+        }
         if axes and len(like) != 1:
             return None
         shape.append(like.pop() if axes else size)

@@ -41,7 +41,7 @@ class DFunction(_platform.Function):  # type: ignore[name-defined]
         if cls._op_name is None:
             raise ValueError(
                 f"{cls.__name__}.apply got DTensors, but the class has no _op_name: set it, and register a "
-                "DistributedOp or a rule of that name, which says how the result lies"
+                "DistributedOp or a rule of that name, which gives the layout of the result"
             )
         op = find_distributed_op(cls._op_name)
         if op is not None:

@@ -126,7 +126,7 @@ def _returned(name: str, result: Any, label: Label | None) -> Any:
         raise TypeError(
             f"the backward of {name} returned a plain tensor of shape {tuple(result.shape)} for a distributed input of "
             f"shape {tuple(label[1])}: compute it from the gradients and saved tensors, which are distributed, or "
-            "make the function a DFunction, which works on blocks"
+            "make the function a DFunction, which works on local tensors"
         )
     return leaving_edge(_platform.local_alias(result.redistribute(layout.mesh, layout)), label[0], layout)
 

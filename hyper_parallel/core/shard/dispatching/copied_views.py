@@ -24,7 +24,7 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor, complete_all
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.shard.dispatching.mixing import PendingWriteError
+from hyper_parallel.core.shard.dispatching.mixing import PartialWriteError
 from hyper_parallel.platform import get_platform
 
 _platform = get_platform()
@@ -55,7 +55,7 @@ class _Source:
         given = dict(zip(("dimension", "size", "step"), self.args, strict=False)) | self.kwargs
         return self.name == "unfold" and given["size"] > given["step"]
 
-    def settles_view(self) -> bool:
+    def is_view_on_one_device(self) -> bool:
         """Whether it is a view on one device too; see the note of this file."""
         if self.is_view is None:
             self.is_view = self.name not in _WHERE_POSSIBLE or self._ask_first_rank()
@@ -97,7 +97,7 @@ class CopiedView(DTensor):
         before = [_platform.version_of(view) for view in views]
         try:
             result = DTensor._on_operator(func, types, args, kwargs)
-        except PendingWriteError:
+        except PartialWriteError:
             if not any(view._finish_sum() for view in written):
                 raise
             result = DTensor._on_operator(func, types, args, kwargs)
@@ -118,7 +118,7 @@ class CopiedView(DTensor):
             return self
         version = _platform.version_of(source.base)
         if version is None or version != source.version:
-            if not source.settles_view():
+            if not source.is_view_on_one_device():
                 self._source = None
                 return self
             is_leaf = self.is_leaf and self.requires_grad
@@ -134,11 +134,11 @@ class CopiedView(DTensor):
         while isinstance(root, CopiedView) and root._source is not None:
             if root._source.has_overlaps():
                 raise RuntimeError(
-                    f"{name}: the windows of unfold overlap, and what is written into one along a cut dim would not be "
-                    f"seen in the next: write into the tensor of global shape {tuple(root._source.base.shape)} itself, "
-                    f"or into a clone()"
+                    f"{name}: the windows of unfold overlap, and what is written into one along a sharded dim would "
+                    f"not be seen in the next: write into the tensor of global shape {tuple(root._source.base.shape)} "
+                    "itself, or into a clone()"
                 )
-            if root._source.name == "detach" or not root._source.settles_view():
+            if root._source.name == "detach" or not root._source.is_view_on_one_device():
                 return
             root = root._source.base
         if root is not self and root.is_leaf and _platform.needs_grad(root):
@@ -164,7 +164,7 @@ class CopiedView(DTensor):
         source = self._source
         if source is None:
             return
-        if not source.settles_view():
+        if not source.is_view_on_one_device():
             self._source = None
             return
         with _platform.no_grad() if source.name == "detach" else nullcontext():
@@ -221,7 +221,7 @@ def _is_position(entry: Any) -> bool:
     return hasattr(entry, "__index__") and not isinstance(entry, bool)
 
 
-def block_is_view_but_whole_is_not(name: str, layout: Layout, shape: Sequence[int]) -> bool:
+def local_is_view_but_global_is_not(name: str, layout: Layout, shape: Sequence[int]) -> bool:
     """Whether this rank's block has so few rows that ``name`` may give a view of it where one device copies."""
     if name not in _WHERE_POSSIBLE or layout.mesh.get_coordinate() is None:
         return False

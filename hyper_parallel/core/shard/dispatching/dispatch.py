@@ -40,10 +40,10 @@ from hyper_parallel.core.shard.dispatching.foreach import run_on_lists, takes_li
 from hyper_parallel.core.shard.dispatching.gather_fallback import run_gathered
 from hyper_parallel.core.shard.dispatching.mixing import (
     MixedTensorsError,
-    PendingWriteError,
+    PartialWriteError,
     PlainScalarError,
     finish_sum_in_place,
-    plain_as_whole,
+    plain_as_replicated,
     replicating,
 )
 from hyper_parallel.core.shard.dispatching.plan_call import PlannedCall, plan_call
@@ -134,7 +134,7 @@ def intercept(kind: type, func: Callable[..., Any], types: Any, args: Any = (), 
     if place is not None and len(args) > place:
         args, kwargs = args[:place], {**kwargs, "inplace": bool(args[place])}
     if replicating.depth and not facts.is_bookkeeping:
-        args, kwargs = plain_as_whole(args, kwargs)
+        args, kwargs = plain_as_replicated(args, kwargs)
     if len(kwargs) > 1:
         kwargs = _in_order(func, kwargs)
     if facts.handler is not None:
@@ -142,8 +142,8 @@ def intercept(kind: type, func: Callable[..., Any], types: Any, args: Any = (), 
     try:
         planned = _find_plan(func, facts, args, kwargs)
     except PlainScalarError:
-        return intercept(kind, func, types, *plain_as_whole(args, kwargs))
-    except PendingWriteError:
+        return intercept(kind, func, types, *plain_as_replicated(args, kwargs))
+    except PartialWriteError:
         if not _finish_own_sum(func, args, kwargs):
             raise
         planned = _find_plan(func, facts, args, kwargs)
@@ -335,7 +335,7 @@ def _without_rule(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     _running.bodies.append(func)
     try:
         return body(*args, **kwargs)
-    except (MixedTensorsError, PendingWriteError):  # the body makes plain tensors, or writes into a pending sum
+    except (MixedTensorsError, PartialWriteError):  # the body makes plain tensors, or writes into a pending sum
         return run_gathered(func, args, kwargs)
     finally:
         _running.bodies.pop()

@@ -15,7 +15,7 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.shard.dispatching.grad_norm import whole_norms
+from hyper_parallel.core.shard.dispatching.grad_norm import global_norms
 from hyper_parallel.core.shard.dispatching.mixing import refuse_plain, same_mesh
 from hyper_parallel.platform import get_platform
 
@@ -71,7 +71,7 @@ def run_on_lists(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
         args = tuple(next(replacements) if _is_tensor_list(value) else value for value in args)
         kwargs = {key: next(replacements) if _is_tensor_list(value) else value for key, value in kwargs.items()}
         labels = _labels_of(together.columns)
-    args, kwargs = _with_whole_tensors(args, kwargs)
+    args, kwargs = _with_full_tensors(args, kwargs)
     result = _platform.without_interception(func, *args, **kwargs)
     if together is not None:
         together.carry_back()
@@ -135,17 +135,17 @@ def _labels_of(columns: Sequence[Sequence[Any]]) -> Labels:
     return [layout for layout, _ in found], [shape for _, shape in found]
 
 
-def _with_whole_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _with_full_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments with distributed tensors outside lists (a clipping factor) whole."""
 
-    def whole(value: Any) -> Any:
+    def full(value: Any) -> Any:
         if isinstance(value, DTensor) and not value._layout.is_replicated:
             return value.redistribute(value.device_mesh, value._layout.replicated())
         return value
 
     if not any(isinstance(value, DTensor) for value in (*args, *kwargs.values())):
         return args, kwargs
-    return tuple(map(whole, args)), {key: whole(value) for key, value in kwargs.items()}
+    return tuple(map(full, args)), {key: full(value) for key, value in kwargs.items()}
 
 
 def _has_no_zero(value: Any) -> bool:
@@ -196,7 +196,7 @@ class _Together:
             return first
         if self._writes and first.has_partial and self._base != "zero":
             raise RuntimeError(
-                f"{self.name} cannot write into a tensor under {first}: a pending reduction only passes through linear "
+                f"{self.name} cannot write into a tensor under {first}: a partial value only passes through linear "
                 f"operators: call reduce_partial() first, or use {self.name.rstrip('_')}, which makes new tensors"
             )
         return first.gradient()
@@ -266,7 +266,7 @@ def _method(base: str, name: str) -> Callable[..., Any]:
 def _norms(tensors: Sequence[Any], ord: float = 2, dtype: Any = None) -> tuple[Any, ...]:
     if any(_platform.needs_grad(tensor) for tensor in tensors):
         return tuple(tensor.norm(ord, dtype=dtype) for tensor in tensors)
-    norms = whole_norms(tensors, float(ord), dtype)
+    norms = global_norms(tensors, float(ord), dtype)
     return tuple(
         _platform.as_dtensor(DTensor, norm, Layout.of(tensor.device_mesh, ()), ())
         if isinstance(tensor, DTensor)

@@ -29,7 +29,7 @@ def run_gathered(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     name = _platform.get_op_name(func)
     writes = name.endswith("_") or kwargs.get("inplace") is True
 
-    def whole(value: Any) -> Any:
+    def full_of(value: Any) -> Any:
         nonlocal mesh
         if isinstance(value, DTensor):
             mesh = same_mesh(name, mesh, value)
@@ -47,8 +47,8 @@ def run_gathered(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     )
     check_gathering(name, layouts, "it has no rule")
     with _platform.counting_versions():
-        plain_args = _platform.tree_map(whole, args)
-        plain_kwargs = _platform.tree_map(whole, kwargs)
+        plain_args = _platform.tree_map(full_of, args)
+        plain_kwargs = _platform.tree_map(full_of, kwargs)
         if name.rstrip("_") in DRAWS_ON_THE_WHOLE:
             with _platform.seeded(*random_state.next_draw()):
                 result = func(*plain_args, **plain_kwargs)
@@ -61,27 +61,27 @@ def run_gathered(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     same = {id(full): tensor for tensor, full, _, _ in gathered.values()}
     for tensor, full, version, history in gathered.values():
         if tuple(full.shape) != tuple(tensor.shape):  # an out= that was resized
-            tensor.data = _whole(_platform.detached(full), mesh)
+            tensor.data = _replicated(_platform.detached(full), mesh)
         elif _platform.write_mark(full)[0] != version or id(tensor) in outs:
-            cut = _whole(full, tensor.device_mesh).redistribute(tensor.device_mesh, tensor.layout)
+            sharded = _replicated(full, tensor.device_mesh).redistribute(tensor.device_mesh, tensor.layout)
             # Written without being recorded, as an embedding renormalises its table.
             if _platform.write_mark(full)[1] is history:
                 with _platform.no_grad():
-                    _platform.fill_block(tensor, cut.to_local())
+                    _platform.fill_block(tensor, sharded.to_local())
             else:
-                _platform.fill_block(tensor, cut.to_local())
+                _platform.fill_block(tensor, sharded.to_local())
 
     def distributed(value: Any) -> Any:
         if id(value) in same:
             return same[id(value)]
         if _platform.is_dense_tensor(value) and not isinstance(value, DTensor):
-            return _whole(value, mesh)
+            return _replicated(value, mesh)
         return value
 
     result = _platform.tree_map(distributed, result)
     return link(name, result, func, args, kwargs, may_share=False) if is_view_call(name, args) else result
 
 
-def _whole(value: Any, mesh: Any) -> DTensor:
+def _replicated(value: Any, mesh: Any) -> DTensor:
     """A tensor that every rank has computed alike."""
     return DTensor.from_local(value, mesh, shape=value.shape)

@@ -14,7 +14,7 @@ from hyper_parallel.platform import get_platform
 _platform = get_platform()
 
 
-def whole_norms(tensors: Sequence[Any], order: float, dtype: Any = None) -> list[Any]:
+def global_norms(tensors: Sequence[Any], order: float, dtype: Any = None) -> list[Any]:
     """The norm of each tensor, distributed or plain, as plain tensors without dims that are equal on all its ranks.
 
     A tensor's part counts once, whatever the number of ranks that hold it; pending reductions are done first. Plain
@@ -30,7 +30,7 @@ def whole_norms(tensors: Sequence[Any], order: float, dtype: Any = None) -> list
     for position, tensor in enumerate(reduced):
         if isinstance(tensor, DTensor):
             mesh = tensor.device_mesh
-            axes = tuple(sorted(axis for axes in tensor._layout.cuts for axis in axes if mesh.shape[axis] > 1))
+            axes = tuple(sorted(axis for axes in tensor._layout.shard_axes for axis in axes if mesh.shape[axis] > 1))
             if axes and mesh.get_coordinate() is not None:
                 spread.setdefault((mesh, axes), []).append(position)
     if spread:
@@ -49,4 +49,4 @@ def _norm_of_part(norm: Any, block: Any, order: float) -> Any:
     return _platform.full_like(norm, float("inf")) if is_empty and order < 0 else norm
 
 
-_platform.set_whole_norms(whole_norms)
+_platform.set_global_norms(global_norms)

@@ -24,7 +24,7 @@ class MixedTensorsError(RuntimeError):
     """
 
 
-class PendingWriteError(RuntimeError):
+class PartialWriteError(RuntimeError):
     """An in-place operator would have to change how the tensor it writes into lies."""
 
 
@@ -74,7 +74,7 @@ class PlainScalarError(RuntimeError):
     """
 
 
-def plain_as_whole(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def plain_as_replicated(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments with plain tensors as whole DTensors on the mesh of the first DTensor.
 
     Those with dims only under :class:`implicit_replication`, those without only where they need a gradient.
@@ -98,13 +98,13 @@ def plain_as_whole(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple
         return args, kwargs
     found = mesh
 
-    def whole(value: Any) -> Any:
+    def replicated(value: Any) -> Any:
         if isinstance(value, DTensor) or not is_meant(value):
             return value
         layout = Layout.of(found, ((),) * value.ndim)
         return _platform.as_dtensor(DTensor, _platform.alias(value), layout, value.shape)
 
-    return _platform.tree_map(whole, args), _platform.tree_map(whole, kwargs)
+    return _platform.tree_map(replicated, args), _platform.tree_map(replicated, kwargs)
 
 
 def refuse_plain(name: str, value: Any) -> None:
@@ -117,7 +117,7 @@ def refuse_plain(name: str, value: Any) -> None:
     if _platform.is_tensor(value) and value.ndim > 0:
         raise MixedTensorsError(
             f"{name}: a plain tensor of shape {tuple(value.shape)} meets a distributed one; turn it into one with "
-            "distribute_tensor (every rank holds the whole) or DTensor.from_local (every rank holds its block); around "
+            "distribute_tensor (every rank holds all of it) or DTensor.from_local (it is the local tensor); around "
             "code that makes such tensors itself, the same on every rank: with hyper_parallel.implicit_replication()"
         )
 
@@ -126,7 +126,7 @@ def same_mesh(name: str, mesh: DeviceMesh | None, tensor: DTensor) -> DeviceMesh
     """The mesh of ``tensor``, which must be ``mesh`` unless that is None."""
     if mesh is not None and tensor.device_mesh is not mesh and tensor.device_mesh != mesh:
         raise ValueError(
-            f"{name}: the tensors lie on different meshes, {mesh} and {tensor.device_mesh}; redistribute one of them"
+            f"{name}: the tensors are on different meshes, {mesh} and {tensor.device_mesh}; redistribute one of them"
         )
     return tensor.device_mesh
 

@@ -11,13 +11,13 @@ from hyper_parallel.core.dtensor.distributed_tensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout, Shape
 from hyper_parallel.core.dtensor.shard_sizes import finish_checks
 from hyper_parallel.core.shard.dispatching.copied_views import (
-    block_is_view_but_whole_is_not,
     clone_if_one_device_would_copy,
     is_view_call,
     link,
+    local_is_view_but_global_is_not,
 )
 from hyper_parallel.core.shard.dispatching.input_edges import bring_input
-from hyper_parallel.core.shard.dispatching.mixing import PendingWriteError, refuse_plain, same_mesh
+from hyper_parallel.core.shard.dispatching.mixing import PartialWriteError, refuse_plain, same_mesh
 from hyper_parallel.core.shard.dispatching.strategy import Choice, choose
 from hyper_parallel.core.shard.dispatching.strict_mode import check_implicit
 from hyper_parallel.core.shard.rule_kit.rule_table import Rule, find_rule
@@ -52,9 +52,9 @@ def plan_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
             return None  # a dim that must be whole is cut: gathered, written and cut again
         layouts = ", ".join(str(spec.layout) for spec in call.tensors)
         in_place = _is_in_place(call)
-        raise PendingWriteError(
-            f"{call.name} cannot write into a tensor under {call.tensors[0].layout}: the result would lie otherwise "
-            f"(inputs: {layouts}). A pending reduction only passes through linear operators: call reduce_partial() "
+        raise PartialWriteError(
+            f"{call.name} cannot write into a tensor under {call.tensors[0].layout}: the result would have another "
+            f"layout (inputs: {layouts}). A partial value only passes through linear operators: call reduce_partial() "
             + (f"first, or use {call.name.rstrip('_')}, which makes a new tensor" if in_place else "first")
         )
     return PlannedCall(call.name, paths, call, signature, choice)
@@ -185,9 +185,9 @@ class PlannedCall:
         "name",
         "output_layouts",
         "output_shapes",
+        "partial_inputs",
         "passes",
         "paths",
-        "pending",
         "rewritten",
         "run",
         "shapes",
@@ -236,14 +236,14 @@ class PlannedCall:
             self.run = self._copy_view
         elif not (self.moves or self.updates or self.local or self.rewritten) and self.changes_positional:
             self.run = self._vary
-        if not self.moves and block_is_view_but_whole_is_not(name, call.tensors[0].layout, self.shapes[0]):
+        if not self.moves and local_is_view_but_global_is_not(name, call.tensors[0].layout, self.shapes[0]):
             self.may_alias, self.run = self.run, self._apart
-        self.pending = [
+        self.partial_inputs = [
             index
             for index, (spec, target) in enumerate(zip(call.tensors, choice.inputs, strict=True))
             if index != written and spec.layout.has_partial and target.has_partial
         ]
-        if self.pending:
+        if self.partial_inputs:
             self.passes, self.run = self.run, self._pass_sums
 
     def _gives_nothing(self) -> bool:
@@ -263,7 +263,7 @@ class PlannedCall:
 
     def _pass_sums(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See Note [Partial sums of narrow integers]."""
-        dtypes = {self._argument(index, args, kwargs).dtype for index in self.pending} & _WRAPPING_DTYPES
+        dtypes = {self._argument(index, args, kwargs).dtype for index in self.partial_inputs} & _WRAPPING_DTYPES
         if not dtypes:
             return self.passes(func, args, kwargs)
         if not self.writes:

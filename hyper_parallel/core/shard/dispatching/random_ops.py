@@ -9,7 +9,7 @@ from typing import Any
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
 from hyper_parallel.core.dtensor.random import random_state
 from hyper_parallel.core.dtensor.random.random_fill import fill_random_, random_block
-from hyper_parallel.core.shard.dispatching.mixing import PendingWriteError, finish_sum_in_place
+from hyper_parallel.core.shard.dispatching.mixing import PartialWriteError, finish_sum_in_place
 from hyper_parallel.platform import get_platform
 
 
@@ -55,8 +55,8 @@ def dropout(tensor: DTensor, p: float = 0.5, training: bool = True, inplace: boo
     if not training or p == 0.0:
         return tensor
     if inplace and tensor.layout.has_partial and not finish_sum_in_place(tensor):
-        raise PendingWriteError(
-            f"dropout cannot write into a tensor under {tensor.layout}: a pending reduction only passes through linear "
+        raise PartialWriteError(
+            f"dropout cannot write into a tensor under {tensor.layout}: a partial value only passes through linear "
             "operators, and another tensor shares its memory: call reduce_partial() first, or leave inplace=True out"
         )
     tensor = tensor if not tensor.layout.has_partial else tensor.reduce_partial()

@@ -14,13 +14,13 @@ _platform = get_platform()
 Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
-def _on_whole_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _on_full_tensors(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """For questions with a plain answer (``item``, ``tolist``, ``equal``): every rank asks the whole values."""
 
-    def whole(value: Any) -> Any:
+    def full(value: Any) -> Any:
         return value.full_tensor() if isinstance(value, DTensor) else value
 
-    return func(*_platform.tree_map(whole, args), **_platform.tree_map(whole, kwargs))
+    return func(*_platform.tree_map(full, args), **_platform.tree_map(full, kwargs))
 
 
 SPECIAL_OPS: dict[str, Handler] = dict.fromkeys(
@@ -39,7 +39,7 @@ SPECIAL_OPS: dict[str, Handler] = dict.fromkeys(
         ),
         *("__complex__", "__contains__", "__array__", "__dlpack__"),
     ),
-    _on_whole_values,
+    _on_full_tensors,
 )
 
 
@@ -56,12 +56,12 @@ def _with_zero_states(func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
     meshes: list[Any] = []
     _platform.tree_map(lambda value: meshes.append(value.device_mesh) if isinstance(value, DTensor) else None, args)
 
-    def whole(value: Any) -> Any:
+    def replicated(value: Any) -> Any:
         if isinstance(value, DTensor) or not _platform.is_tensor(value) or not value.ndim or bool(value.any()):
             return value
         return DTensor.from_local(value, meshes[0], shape=value.shape)
 
-    return run_gathered(func, _platform.tree_map(whole, args), kwargs)
+    return run_gathered(func, _platform.tree_map(replicated, args), kwargs)
 
 
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")

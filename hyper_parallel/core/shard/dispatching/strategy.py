@@ -52,7 +52,7 @@ def _assignments(call: OpCall, signature: Signature) -> Iterator[dict[str, tuple
     blocked = _blocked_letters(signature)
     mesh_shape = call.tensors[0].layout.mesh.shape
     for labels, spec in zip(signature.inputs, call.tensors, strict=True):
-        for letter, axes, size in zip(labels, spec.layout.cuts, spec.shape, strict=True):
+        for letter, axes, size in zip(labels, spec.layout.shard_axes, spec.shape, strict=True):
             if letter is None or letter in blocked:
                 continue
             options = candidates.setdefault(letter, [()])
@@ -85,85 +85,87 @@ class _Completion:
         self._signature = signature
         self._kept = kept
         self._mesh = call.tensors[0].layout.mesh
-        self._nothing_pending = None
+        self._no_partials = None
         if not any(spec.layout.has_partial for spec in call.tensors):
-            self._nothing_pending = [[None] * self._mesh.ndim for _ in call.tensors]
+            self._no_partials = [[None] * self._mesh.ndim for _ in call.tensors]
         self._layouts: dict[tuple[DimAxes, tuple[str | None, ...]], Layout] = {}
 
     def complete(self, axes: LetterAxes, limit: float) -> Choice | None:
         """The choice that ``axes`` gives; None when it is not legal, or dearer than ``limit``."""
         call, signature, kept = self._call, self._signature, self._kept
-        pending: Any = self._nothing_pending
-        if pending is None:
-            pending = _pending_inputs(call, signature, {axis for cut in axes.values() for axis in cut}, kept)
+        partials: Any = self._no_partials
+        if partials is None:
+            partials = _partial_inputs(call, signature, {axis for sharding in axes.values() for axis in sharding}, kept)
         inputs = []
         cost = 0.0
-        for spec, labels, sums in zip(call.tensors, signature.inputs, pending, strict=True):
-            target = self._layout(_cuts(labels, axes), sums)
+        for spec, labels, sums in zip(call.tensors, signature.inputs, partials, strict=True):
+            target = self._layout(_shard_axes(labels, axes), sums)
             if spec.layout is not target:
                 cost += plan_redistribution(spec.layout, target, spec.shape).cost
                 if cost > limit:
                     return None
             inputs.append(target)
         outputs = tuple(
-            self._layout(_cuts(labels, axes), _pending_output(signature, labels, axes, pending))
+            self._layout(_shard_axes(labels, axes), _partial_output(signature, labels, axes, partials))
             for labels in signature.outputs
         )
         if kept is not None and any(layout is not call.tensors[kept].layout for layout in (inputs[kept], *outputs[:1])):
             return None
-        not_whole = [_not_whole(layout) for layout in inputs]
-        varying = set().union(*not_whole)
-        varies = tuple(tuple(sorted(varying - own)) for own in not_whole)
+        not_replicated = [_not_replicated(layout) for layout in inputs]
+        varying = set().union(*not_replicated)
+        varies = tuple(tuple(sorted(varying - own)) for own in not_replicated)
         return Choice(tuple(inputs), outputs, axes, varies, cost)
 
-    def _layout(self, cuts: DimAxes, pending: list[str | None]) -> Layout:
-        key = (cuts, tuple(pending))
+    def _layout(self, shard_axes: DimAxes, partials: list[str | None]) -> Layout:
+        key = (shard_axes, tuple(partials))
         layout = self._layouts.get(key)
         if layout is None:
             layout = self._layouts[key] = Layout.of(self._mesh, *key)
         return layout
 
 
-def _cuts(labels: Labels, axes: LetterAxes) -> tuple[tuple[int, ...], ...]:
+def _shard_axes(labels: Labels, axes: LetterAxes) -> tuple[tuple[int, ...], ...]:
     return tuple(() if letter is None else axes.get(letter, ()) for letter in labels)
 
 
-def _pending_inputs(call: OpCall, signature: Signature, cut_by: set[int], kept: int | None) -> list[list[str | None]]:
+def _partial_inputs(
+    call: OpCall, signature: Signature, shard_axes: set[int], kept: int | None
+) -> list[list[str | None]]:
     """Which inputs may stay pending sums on which axes; where one is written into, only together with that one."""
     num_axes = call.tensors[0].layout.mesh.ndim
-    pending: list[list[str | None]] = [[None] * num_axes for _ in call.tensors]
+    partials: list[list[str | None]] = [[None] * num_axes for _ in call.tensors]
     for axis in range(num_axes):
         have = {index: spec.layout.partials[axis] for index, spec in enumerate(call.tensors)}
         have = {index: op for index, op in have.items() if op is not None}
-        if axis in cut_by or not have or len(set(have.values())) > 1 or not set(have.values()) <= _SUMS:
+        if axis in shard_axes or not have or len(set(have.values())) > 1 or not set(have.values()) <= _SUMS:
             continue
         if frozenset(have) in signature.linear and (kept is None or kept in have):
             for index, op in have.items():
-                pending[index][axis] = op
+                partials[index][axis] = op
         elif kept is not None and have.get(kept) == "sum":
             # What is written into stays pending; the inputs it is linear with become pending too, for nothing.
             for index in next((together for together in signature.linear if kept in together), ()):
-                pending[index][axis] = "sum"
-    return pending
+                partials[index][axis] = "sum"
+    return partials
 
 
-def _pending_output(
-    signature: Signature, labels: Labels, axes: LetterAxes, pending: list[list[str | None]]
+def _partial_output(
+    signature: Signature, labels: Labels, axes: LetterAxes, partials: list[list[str | None]]
 ) -> list[str | None]:
-    result: list[str | None] = [None] * len(pending[0]) if pending else []
-    for per_input in pending:
+    result: list[str | None] = [None] * len(partials[0]) if partials else []
+    for per_input in partials:
         for axis, op in enumerate(per_input):
             result[axis] = op or result[axis]
-    for letter, cut in axes.items():
+    for letter, sharding in axes.items():
         if letter not in labels and letter not in signature.handled:
-            for axis in cut:
+            for axis in sharding:
                 result[axis] = signature.reduces[letter]
     return result
 
 
-def _not_whole(layout: Layout) -> set[int]:
-    cut = {axis for axes in layout.cuts for axis in axes}
-    return cut | {axis for axis, op in enumerate(layout.partials) if op is not None}
+def _not_replicated(layout: Layout) -> set[int]:
+    sharding = {axis for axes in layout.shard_axes for axis in axes}
+    return sharding | {axis for axis, op in enumerate(layout.partials) if op is not None}
 
 
 def _memory(call: OpCall, choice: Choice) -> int:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from hyper_parallel.platform.checks.call_site import call_site
+from hyper_parallel.platform.shared.membership import belongs_to_rank
 
 
 class _Strict(threading.local):
@@ -20,6 +21,14 @@ class _Strict(threading.local):
 
 _strict = _Strict()
 gathered_ops: Counter[str] = Counter()  # how often each operator ran by gathering in this process
+
+
+def _set_gathered_ops(saved: Counter[str]) -> None:
+    gathered_ops.clear()
+    gathered_ops.update(saved)
+
+
+belongs_to_rank(gathered_ops.copy, _set_gathered_ops)
 
 
 @contextmanager
@@ -48,7 +57,7 @@ def check_gathering(name: str, layouts: list[Any], reason: str) -> None:
     if gathered_ops[name] == 1:
         warnings.warn(
             f"{name} at {where} runs by gathering its inputs ({inputs}): {reason}. The result is right, but every rank "
-            f"computes all of it; register a rule for {name!r} to keep it cut",
+            f"computes all of it; register a rule for {name!r} to keep it sharded",
             RuntimeWarning,
             stacklevel=2,
         )

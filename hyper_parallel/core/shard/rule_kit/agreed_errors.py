@@ -42,7 +42,7 @@ def with_agreed_errors(signature: Signature, may_fail: Callable[[LocalCall], boo
         return result
 
     def is_needed(call: LocalCall) -> bool:
-        return bool(_cut_axes(call)) or (inner is not None and (needed is None or needed(call)))
+        return bool(_shard_axes(call)) or (inner is not None and (needed is None or needed(call)))
 
     return dataclasses.replace(signature, local=local, needs_local=is_needed)
 
@@ -52,13 +52,13 @@ def on_host(call: LocalCall) -> bool:
     return str(block_tensors(call)[0].device).lower().startswith("cpu")
 
 
-def _cut_axes(call: LocalCall) -> tuple[int, ...]:
-    cut = {axis for layout in call.inputs for axes in layout.cuts for axis in axes}
-    return tuple(sorted(axis for axis in cut if call.mesh.shape[axis] > 1))
+def _shard_axes(call: LocalCall) -> tuple[int, ...]:
+    axes_of_inputs = {axis for layout in call.inputs for axes in layout.shard_axes for axis in axes}
+    return tuple(sorted(axis for axis in axes_of_inputs if call.mesh.shape[axis] > 1))
 
 
 def _agree(call: LocalCall, error: RuntimeError | None) -> None:
-    axes = _cut_axes(call)
+    axes = _shard_axes(call)
     if axes:
         group = call.mesh.get_group(axes)
         failed = _platform.index_tensor([[int(error is not None)]], call.mesh.device_type)

@@ -80,8 +80,8 @@ class LocalCall:
         pending.
         """
         coordinate = self.mesh.get_coordinate() or ()
-        pending = self.outputs[index].partials
-        return all(place == 0 for place, op in zip(coordinate, pending, strict=True) if op == "sum")
+        partials = self.outputs[index].partials
+        return all(place == 0 for place, op in zip(coordinate, partials, strict=True) if op == "sum")
 
     def group(self, letter: str) -> Any:
         """The group over which ``letter`` is cut, None when it is whole."""

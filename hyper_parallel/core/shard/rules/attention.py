@@ -66,7 +66,7 @@ def scaled_dot_product_attention(call: OpCall) -> Signature | None:
 
 
 def _num_parts(spec: TensorSpec, dim: int) -> int:
-    return math.prod(spec.layout.mesh.shape[axis] for axis in spec.layout.cuts[dim])
+    return math.prod(spec.layout.mesh.shape[axis] for axis in spec.layout.shard_axes[dim])
 
 
 def _arguments(call: LocalCall) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def _picks_heads(call: LocalCall, shares_heads: bool) -> bool:
     """Whether query heads are cut while the key heads they share are whole."""
     if not shares_heads or not call.axes.get(_HEADS):
         return False
-    return call.input_shapes[1][-3] > 1 and not call.inputs[1].cuts[-3]
+    return call.input_shapes[1][-3] > 1 and not call.inputs[1].shard_axes[-3]
 
 
 def _attend(call: LocalCall) -> Any:
@@ -163,9 +163,9 @@ def _in_the_open(
 
 def _keep_mask(call: LocalCall, weights: Any, keep: float) -> Any:
     """Ones and zeros for this rank's weights, of (..., heads, queries, keys); keys that are left out come last."""
-    cuts = [*call.outputs[0].cuts[:-1], ()]
+    axes = [*call.outputs[0].shard_axes[:-1], ()]
     shape = (*call.output_shapes[0][:-1], call.input_shapes[1][-2])
-    layout = Layout.of(call.mesh, cuts)
+    layout = Layout.of(call.mesh, axes)
     draw = random_state.next_draw()
     block = random_block("bernoulli", {"p": keep}, draw, layout, shape, weights.dtype, weights.device)
     return block.narrow(-1, 0, weights.shape[-1])

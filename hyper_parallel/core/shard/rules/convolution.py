@@ -12,7 +12,7 @@ from hyper_parallel.core.shard.rule_kit.agreed_errors import with_agreed_errors
 from hyper_parallel.core.shard.rule_kit.empty_blocks import lacks_rows, with_spare_rows
 from hyper_parallel.core.shard.rule_kit.rule_table import Rule, rule
 from hyper_parallel.core.shard.rule_kit.signature import Labels, LocalCall, OpCall, Signature, letters
-from hyper_parallel.core.shard.rules.cut_letters import call_with
+from hyper_parallel.core.shard.rules.sharded_letters import call_with
 from hyper_parallel.platform import get_platform
 
 _FORWARD = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")

@@ -13,21 +13,21 @@ from typing import Any, NamedTuple
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.shard.rule_kit.rule_table import rule
 from hyper_parallel.core.shard.rule_kit.signature import Labels, LocalCall, OpCall, Signature, TensorSpec, letters
-from hyper_parallel.core.shard.rules.cut_letters import (
+from hyper_parallel.core.shard.rules.losses import loss_signature
+from hyper_parallel.core.shard.rules.positions import check_positions
+from hyper_parallel.core.shard.rules.sharded_letters import (
     all_reduced,
     arguments,
     block_region,
     call_with,
     group_of,
     in_working_precision,
-    is_cut,
-    refuse_whole_numbers,
+    is_sharded,
+    refuse_integers,
     sum_over,
     varied,
 )
-from hyper_parallel.core.shard.rules.losses import loss_signature
-from hyper_parallel.core.shard.rules.positions import check_positions
-from hyper_parallel.core.shard.rules.softmax import cut_logsumexp
+from hyper_parallel.core.shard.rules.softmax import sharded_logsumexp
 from hyper_parallel.platform import get_platform
 
 _platform = get_platform()
@@ -59,7 +59,7 @@ def cross_entropy(call: OpCall) -> Signature | None:
         given["reduction"],
         handled=frozenset({labels[class_dim]}),
         local=_cross_entropy,
-        needs_local=lambda planned: is_cut(planned, labels),
+        needs_local=lambda planned: is_sharded(planned, labels),
     )
 
 
@@ -82,7 +82,7 @@ def _cross_entropy(call: LocalCall) -> Any:
     group = group_of(call, labels[class_dim : class_dim + 1])
     rows = None if is_distribution else _ShardedRows(call, given, group, class_dim)
     if group is not None:
-        refuse_whole_numbers(call, logits)
+        refuse_integers(call, logits)
     if group is None:
         losses = call_with(call, _ARGUMENTS, reduction=0)
     elif rows is None:
@@ -117,7 +117,7 @@ def _of_distribution(given: dict[str, Any], group: Any, class_dim: int, num_clas
         target = target * on_target + on_each
     if given["weight"] is not None:
         target = target * _along(given["weight"], class_dim, logits.ndim)
-    normaliser = varied(cut_logsumexp(logits, (class_dim,), group), group)
+    normaliser = varied(sharded_logsumexp(logits, (class_dim,), group), group)
     return sum_over(((normaliser - logits) * target).sum(dim=class_dim), group)
 
 
@@ -222,7 +222,7 @@ class _ShardedEntropy(_platform.Function):  # type: ignore[name-defined]
         class_weights: Any,
         facts: _Facts,
     ) -> Any:
-        normaliser = cut_logsumexp(scores, (facts.dim,), facts.group)
+        normaliser = sharded_logsumexp(scores, (facts.dim,), facts.group)
         terms = [_at_target(scores, own, is_elsewhere, facts)]
         weight_of_all: Any = float(facts.num_classes)
         if facts.smoothing:
@@ -248,7 +248,7 @@ class _ShardedEntropy(_platform.Function):  # type: ignore[name-defined]
         own, is_elsewhere, ignored, weights, class_weights, weight_of_all = ctx.constants
         facts: _Facts = ctx.facts
         if _platform.needs_grad(scores):  # to be differentiated once more
-            normaliser = varied(cut_logsumexp(scores, (facts.dim,), facts.group), facts.group)
+            normaliser = varied(sharded_logsumexp(scores, (facts.dim,), facts.group), facts.group)
         gradient = varied(gradient, facts.group).unsqueeze(facts.dim).masked_fill(ignored, 0)
         on_target, on_each = _shares(facts.smoothing, facts.num_classes, scores)
         at_target, even = gradient * weights * on_target, gradient * on_each

@@ -18,8 +18,8 @@ from hyper_parallel.core.shard.rule_kit.signature import (
     broadcast_labels,
     letters,
 )
-from hyper_parallel.core.shard.rules.cut_letters import all_reduced, arguments, block_region, varied
 from hyper_parallel.core.shard.rules.reductions import labels_of, reduced_dims, reduced_group, reduction
+from hyper_parallel.core.shard.rules.sharded_letters import all_reduced, arguments, block_region, varied
 from hyper_parallel.platform import get_platform
 
 _platform = get_platform()
@@ -31,7 +31,9 @@ def extreme_of_block(block: Any, dims: tuple[int, ...], op: str) -> Any:
     """The extreme of a block along ``dims``, which are kept; of nothing, the value that loses against all others."""
     if any(block.shape[dim] == 0 for dim in dims):
         shape = [1 if dim in dims else size for dim, size in enumerate(block.shape)]
-        return _platform.full(shape, _platform.losing_value(block.dtype, op), dtype=block.dtype, device=block.device)
+        return _platform.full(
+            shape, _platform.extreme_identity(block.dtype, op), dtype=block.dtype, device=block.device
+        )
     if not dims:
         return block.clone()
     return block.amax(dim=dims, keepdim=True) if op == "max" else block.amin(dim=dims, keepdim=True)

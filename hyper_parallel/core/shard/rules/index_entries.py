@@ -86,7 +86,7 @@ def dtype_kind(spec: TensorSpec) -> str:
     return _platform.dtype_name(spec.dtype)
 
 
-def can_be_pending(spec: TensorSpec) -> bool:
+def can_be_partial(spec: TensorSpec) -> bool:
     """Whether zeros of other ranks may be added to the values: numbers, not truth values."""
     return dtype_kind(spec).startswith(("float", "bfloat", "int"))
 

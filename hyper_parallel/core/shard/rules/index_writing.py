@@ -56,7 +56,7 @@ def setitem(call: OpCall) -> Signature | None:
 def _set_at_tensors(call: OpCall, spec: TensorSpec, items: list[Item], value: Any) -> Signature | None:
     """Some entries are index tensors or lists; all dims that are not taken as they are must be whole."""
     chosen = [item.dim for item in items if item.kind != NEW and not item.is_all_of(spec.shape[item.dim])]
-    if any(spec.layout.cuts[dim] for dim in chosen):
+    if any(spec.layout.shard_axes[dim] for dim in chosen):
         return None
     indices = [item.value for item in items if item.kind == TENSOR]
     inputs: list[Labels] = [
@@ -64,7 +64,7 @@ def _set_at_tensors(call: OpCall, spec: TensorSpec, items: list[Item], value: An
         *((None,) * each.ndim for each in indices if isinstance(each, TensorSpec)),
     ]
     if isinstance(value, TensorSpec):
-        given = _given_at_tensors(spec, items) if any(spec.layout.cuts) else [(None, 1)] * value.ndim
+        given = _given_at_tensors(spec, items) if any(spec.layout.shard_axes) else [(None, 1)] * value.ndim
         if given is None:
             return None
         inputs.append(_value_labels(value, given))
@@ -189,7 +189,7 @@ def index_put(call: OpCall) -> Signature | None:
     if not isinstance(values, TensorSpec) or any(entry is None or is_odd(entry) for entry in indices):
         return None
     num_indexed = len(indices)
-    if call.name.endswith("_") and any(spec.layout.cuts[:num_indexed]):
+    if call.name.endswith("_") and any(spec.layout.shard_axes[:num_indexed]):
         return None
     names = letters(spec.ndim)
     rest = names[num_indexed:]

@@ -29,7 +29,7 @@ from hyper_parallel.core.shard.rules.index_entries import (
     TENSOR,
     Item,
     broadcast_shape,
-    can_be_pending,
+    can_be_partial,
     index_shape,
     is_list_of_numbers,
     only_row,
@@ -81,7 +81,7 @@ def _walk(spec: TensorSpec, items: Sequence[Item]) -> _Reading:
             found.add(label)
         elif item.kind == TENSOR:
             found.add_tensor(item)
-        elif spec.layout.cuts[item.dim] and can_be_pending(spec):
+        elif spec.layout.shard_axes[item.dim] and can_be_partial(spec):
             label = names[item.dim]
             assert label is not None
             found.inputs[item.dim] = label
@@ -136,9 +136,9 @@ def _index_labels(spec: TensorSpec, found: _Reading) -> tuple[tuple[Labels, ...]
         tuple(None if label is None else f"i{label}" for label in each)
         for each in broadcast_labels([each.shape for each in specs], added)
     )
-    if len(found.tensors) == 1 and can_be_pending(spec):
+    if len(found.tensors) == 1 and can_be_partial(spec):
         dim = found.tensors[0].dim
-        if spec.layout.cuts[dim]:
+        if spec.layout.shard_axes[dim]:
             label = letters(spec.ndim)[dim]
             assert label is not None
             found.inputs[dim] = label
@@ -152,14 +152,14 @@ def _read(call: LocalCall, picked: Sequence[tuple[int, int]]) -> Any:
     shape = call.input_shapes[0]
     offsets, lengths = call.inputs[0].local_region(shape)
     for dim, position in picked:
-        if call.inputs[0].cuts[dim]:
+        if call.inputs[0].shard_axes[dim]:
             block = only_row(block, dim, position, offsets[dim], lengths[dim])
             entries[_place_of(entries, dim, len(shape))] = 0
     tensors = [place for place, entry in enumerate(entries) if _platform.is_tensor(entry)]
     if len(tensors) == 1:
         (place,) = tensors
         dim = _dim_at(entries, place, len(shape))
-        if call.inputs[0].cuts[dim]:
+        if call.inputs[0].shard_axes[dim]:
             return _read_rows(call.func, block, entries, place, dim, shape[dim], offsets[dim])
     return call.func(block, tuple(entries))
 
@@ -219,7 +219,7 @@ def select(call: OpCall) -> Signature | None:
     def read(local: LocalCall) -> Any:
         offsets, lengths = local.inputs[0].local_region(local.input_shapes[0])
         block = local.args[0] if local.args else local.kwargs["input"]
-        if local.inputs[0].cuts[dim]:
+        if local.inputs[0].shard_axes[dim]:
             return local.func(only_row(block, dim, position, offsets[dim], lengths[dim]), dim, 0)
         return local.func(block, dim, position)
 

@@ -20,8 +20,8 @@ from hyper_parallel.core.shard.rule_kit.signature import (
     broadcast_labels,
     letters,
 )
-from hyper_parallel.core.shard.rules.cut_letters import arguments, call_with, is_cut, num_elements
 from hyper_parallel.core.shard.rules.positions import with_checked_positions
+from hyper_parallel.core.shard.rules.sharded_letters import arguments, call_with, is_sharded, num_elements
 from hyper_parallel.platform import get_platform
 
 _platform = get_platform()
@@ -171,7 +171,7 @@ def _plain(call: LocalCall) -> Any:
 
 def _share_of_mean(call: LocalCall, kept: Labels, shape: tuple[int, ...], names: tuple[str, ...]) -> Any:
     """The block's mean by its share of the elements, so that half-precision sums do not overflow."""
-    if not is_cut(call, kept):
+    if not is_sharded(call, kept):
         return _plain(call)
     num_here, num_all = num_elements(call, kept, shape, range(len(shape)))
     if num_here == 0 < num_all:

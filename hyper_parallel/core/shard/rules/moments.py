@@ -14,18 +14,18 @@ from hyper_parallel.core.shard.rule_kit.signature import (
     letters,
     without,
 )
-from hyper_parallel.core.shard.rules.cut_letters import (
+from hyper_parallel.core.shard.rules.extremes import shared_extreme
+from hyper_parallel.core.shard.rules.reductions import is_of_floats, labels_of, reduced_dims, reduced_group, reduction
+from hyper_parallel.core.shard.rules.sharded_letters import (
     all_reduced,
     arguments,
     group_of,
     in_working_precision,
-    is_cut,
+    is_sharded,
     num_elements,
     shared_sum,
     varied,
 )
-from hyper_parallel.core.shard.rules.extremes import shared_extreme
-from hyper_parallel.core.shard.rules.reductions import is_of_floats, labels_of, reduced_dims, reduced_group, reduction
 from hyper_parallel.platform import get_platform
 
 _platform = get_platform()
@@ -132,7 +132,7 @@ def vector_norm(call: OpCall) -> Signature | None:
     is_named = isinstance(given["p"], str) and given["p"] != "fro"
     if is_named or (call.name == "linalg_norm" and several and given["p"] is not None):
         return _of_matrices(call, dim, bool(given["keepdim"]))
-    return reduction(call, dim, bool(given["keepdim"]), local=_vector_norm, only_if_cut=call.name != "norm")
+    return reduction(call, dim, bool(given["keepdim"]), local=_vector_norm, only_if_sharded=call.name != "norm")
 
 
 @rule("linalg_matrix_norm", by_dtype=True)
@@ -146,7 +146,7 @@ def matrix_norm(call: OpCall) -> Signature | None:
 def _of_matrices(call: OpCall, dim: Any, keepdim: bool) -> Signature | None:
     """Norms that are not sums over elements need whole matrices; there may be many."""
     dim = (-2, -1) if dim is None else dim
-    return reduction(call, dim, keepdim, local=_on_blocks, only_if_cut=False, is_whole=True)
+    return reduction(call, dim, keepdim, local=_on_blocks, only_if_sharded=False, unsharded=True)
 
 
 def _on_blocks(call: LocalCall) -> Any:
@@ -206,7 +206,7 @@ def dist(call: OpCall) -> Signature | None:
         ((),),
         handled=frozenset(letter for letter in letters(ndim) if letter is not None),
         local=_dist,
-        needs_local=lambda planned: is_cut(planned, letters(ndim)),
+        needs_local=lambda planned: is_sharded(planned, letters(ndim)),
     )
 
 

@@ -12,15 +12,15 @@ from typing import Any
 from hyper_parallel.core.shard.rule_kit.empty_blocks import lacks_rows, with_spare_rows
 from hyper_parallel.core.shard.rule_kit.rule_table import rule
 from hyper_parallel.core.shard.rule_kit.signature import Labels, LocalCall, OpCall, Signature, letters, without
-from hyper_parallel.core.shard.rules.cut_letters import (
+from hyper_parallel.core.shard.rules.sharded_letters import (
     all_reduced,
     arguments,
     block_region,
     call_with,
     group_of,
     in_working_precision,
-    is_cut,
-    refuse_whole_numbers,
+    is_sharded,
+    refuse_integers,
     sum_over,
     varied,
 )
@@ -133,7 +133,7 @@ def _over_last_dims(call: OpCall, local: Callable[[LocalCall], Any]) -> Signatur
         labels = without(labels, range(ndim - len(normalised), ndim))
         normalised = (None,) * len(normalised)
     inputs = (labels, *(normalised,) * (len(call.tensors) - 1))
-    return Signature(inputs, (labels,), local=local, needs_local=lambda planned: is_cut(planned, normalised))
+    return Signature(inputs, (labels,), local=local, needs_local=lambda planned: is_sharded(planned, normalised))
 
 
 @rule("native_layer_norm")
@@ -149,7 +149,7 @@ def native_layer_norm(call: OpCall) -> Signature:
 
 def _layer_norm(call: LocalCall) -> Any:
     given = arguments(call, *_LAYER_ARGUMENTS, weight=None, bias=None, eps=1e-5)
-    refuse_whole_numbers(call, given["input"])
+    refuse_integers(call, given["input"])
     return _normalise_last_dims(call, given, given["eps"], True)
 
 
@@ -178,13 +178,13 @@ def _normalise_last_dims(call: LocalCall, given: dict[str, Any], eps: float, cen
 def group_norm(call: OpCall) -> Signature:
     labels = letters(call.tensors[0].ndim)
     inputs = (labels, *((labels[1],),) * (len(call.tensors) - 1))
-    return Signature(inputs, (labels,), local=_group_norm, needs_local=lambda planned: is_cut(planned, labels[1:]))
+    return Signature(inputs, (labels,), local=_group_norm, needs_local=lambda planned: is_sharded(planned, labels[1:]))
 
 
 def _group_norm(call: LocalCall) -> Any:
     given = arguments(call, *_GROUP_ARGUMENTS, weight=None, bias=None, eps=1e-5)
     block, shape, num_groups = given["input"], call.input_shapes[0], given["num_groups"]
-    refuse_whole_numbers(call, block)
+    refuse_integers(call, block)
     labels = letters(len(shape))
     offsets, sizes = block_region(call, labels, shape)
     per_group = shape[1] // num_groups
@@ -237,7 +237,8 @@ def batch_norm(call: OpCall) -> Signature | None:
     together = _batch_norm if call.name == "batch_norm" else _instance_norm
 
     def is_ours(planned: LocalCall) -> bool:
-        return is_cut(planned, pooled) or not given["eps"]  # a row of zeros divided by nothing has no finite gradient
+        # A row of zeros divided by nothing has no finite gradient.
+        return is_sharded(planned, pooled) or not given["eps"]
 
     def local(planned: LocalCall) -> Any:
         return together(planned) if is_ours(planned) else with_spare_rows(planned)
@@ -271,7 +272,7 @@ def native_batch_norm(call: OpCall) -> Signature | None:
 def _batch_norm(call: LocalCall) -> Any:
     given = arguments(call, *_BATCH_ARGUMENTS)
     block, shape = given["input"], call.input_shapes[0]
-    refuse_whole_numbers(call, block)
+    refuse_integers(call, block)
     labels = letters(len(shape))
     dims = (0, *range(2, len(shape)))
     count = math.prod(shape[dim] for dim in dims)
@@ -284,7 +285,7 @@ def _batch_norm(call: LocalCall) -> Any:
 def _instance_norm(call: LocalCall) -> Any:
     given = arguments(call, *_BATCH_ARGUMENTS)
     block, shape = given["input"], call.input_shapes[0]
-    refuse_whole_numbers(call, block)
+    refuse_integers(call, block)
     labels = letters(len(shape))
     dims = tuple(range(2, len(shape)))
     count = math.prod(shape[2:])

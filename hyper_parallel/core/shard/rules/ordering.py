@@ -22,7 +22,7 @@ _DIMS = {
 }
 
 
-def _whole_dim(call: OpCall) -> Labels:
+def _unsharded_dim(call: OpCall) -> Labels:
     names, default = _DIMS[call.name.rstrip("_")]
     bound = call.bind("input", *names, dim=default)
     ndim = call.tensors[0].ndim
@@ -37,14 +37,14 @@ def _whole_dim(call: OpCall) -> Labels:
 def along_dim(call: OpCall) -> Signature | None:
     if call.args[1:] and isinstance(call.args[1], bool):
         return None
-    labels = _whole_dim(call)
+    labels = _unsharded_dim(call)
     return Signature((labels,), (labels,) * len(call.outputs))
 
 
 @rule("cummax", "cummin", "cumprod", "logcumsumexp")
 def running(call: OpCall) -> Signature:
     """The framework's gradients of nothing, and of one product alone, belong to another graph than those of others."""
-    labels = _whole_dim(call)
+    labels = _unsharded_dim(call)
     is_alone = call.name.startswith("cumprod") and None in labels and call.outputs[0][labels.index(None)] == 1
     even = frozenset(filter(None, labels)) if is_alone else frozenset()
     return Signature(
@@ -58,13 +58,13 @@ def running(call: OpCall) -> Signature:
 
 @rule("cumsum")
 def cumsum(call: OpCall) -> Signature:
-    labels = _whole_dim(call)
+    labels = _unsharded_dim(call)
     return Signature((labels,), (labels,), linear=ALONE)
 
 
 @rule("kthvalue")
 def kthvalue(call: OpCall) -> Signature:
-    labels = _whole_dim(call)
+    labels = _unsharded_dim(call)
     output = labels
     if len(call.outputs[0]) < len(labels):
         (dim,) = dim_list(call.bind("input", "k", "dim", dim=-1)["dim"], len(labels))

@@ -28,7 +28,7 @@ def check_positions(
     if not str(index.device).lower().startswith("cpu"):  # "cpu" and "cuda:0", or "CPU" and "Ascend:0"
         return
     smallest, largest = (int(index.min()), int(index.max())) if index.numel() else _NONE
-    axes = tuple(sorted({axis for cut in layout.cuts for axis in cut if call.mesh.shape[axis] > 1}))
+    axes = tuple(sorted({axis for cut in layout.shard_axes for axis in cut if call.mesh.shape[axis] > 1}))
     if axes:
         ends = _platform.index_tensor([[-smallest, largest]], call.mesh.device_type)
         _platform.all_reduce(ends, call.mesh.get_group(axes), op="max")
@@ -68,8 +68,8 @@ def with_checked_positions(
         return call.plain()
 
     def is_needed(call: LocalCall) -> bool:
-        is_cut = any(call.inputs[number].cuts) or any(call.inputs[source].cuts[dim : dim + 1])
-        return is_cut or (inner is not None and (needed is None or needed(call)))
+        is_sharded = any(call.inputs[number].shard_axes) or any(call.inputs[source].shard_axes[dim : dim + 1])
+        return is_sharded or (inner is not None and (needed is None or needed(call)))
 
     return dataclasses.replace(signature, local=local, needs_local=is_needed)
 

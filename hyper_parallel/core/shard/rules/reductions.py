@@ -16,12 +16,12 @@ from hyper_parallel.core.shard.rule_kit.signature import (
     broadcast_labels,
     letters,
 )
-from hyper_parallel.core.shard.rules.cut_letters import (
+from hyper_parallel.core.shard.rules.sharded_letters import (
     all_reduced,
     arguments,
     block_region,
     group_of,
-    is_cut,
+    is_sharded,
     num_elements,
 )
 from hyper_parallel.platform import get_platform
@@ -50,16 +50,16 @@ def reduction(
     dim: Any,
     keepdim: bool,
     *,
-    pending: bool = False,
+    partial: bool = False,
     local: Callable[[LocalCall], Any] | None = None,
-    only_if_cut: bool = True,
+    only_if_sharded: bool = True,
     linear: bool = False,
-    is_whole: bool = False,
+    unsharded: bool = False,
 ) -> Signature | None:
     """The signature of an operator that reduces ``dim`` of its first tensor; None when the results have other shapes.
 
-    With ``pending`` cut dims leave a pending sum; else ``local`` reduces them itself, and without ``local``, or with
-    ``is_whole``, they must be whole. With ``only_if_cut`` the plain call does where none of them is cut.
+    With ``partial`` cut dims leave a pending sum; else ``local`` reduces them itself, and without ``local``, or with
+    ``unsharded``, they must be whole. With ``only_if_sharded`` the plain call does where none of them is cut.
     """
     shape = call.tensors[0].shape
     dims = reduced_dims(len(shape), dim)
@@ -69,16 +69,16 @@ def reduction(
     expected = tuple(1 if one in dims else size for one, size in enumerate(shape) if keepdim or one not in dims)
     if any(tuple(result) != expected for result in call.outputs) or len(call.tensors) != 1:
         return None
-    is_whole = is_whole or (local is None and not pending)
-    given: Labels = tuple(None if one in dims and is_whole else label for one, label in enumerate(labels))
+    unsharded = unsharded or (local is None and not partial)
+    given: Labels = tuple(None if one in dims and unsharded else label for one, label in enumerate(labels))
     return Signature(
         (given,),
         (output,) * len(call.outputs),
-        reduces=dict.fromkeys(removed, "sum") if pending else {},
-        handled=frozenset() if pending else removed,
+        reduces=dict.fromkeys(removed, "sum") if partial else {},
+        handled=frozenset() if partial else removed,
         linear=_ALONE if linear else (),
         local=local,
-        needs_local=(lambda planned: is_cut(planned, removed)) if only_if_cut else None,
+        needs_local=(lambda planned: is_sharded(planned, removed)) if only_if_sharded else None,
     )
 
 
@@ -97,7 +97,7 @@ def reduced_group(call: LocalCall, dims: tuple[int, ...]) -> Any:
 def sums(call: OpCall) -> Signature | None:
     given = arguments(call, "input", "dim", "keepdim", dim=None, keepdim=False, dtype=None)
     linear = call.name == "sum" and (given["dtype"] is None or "float" in _platform.dtype_name(given["dtype"]))
-    return reduction(call, given["dim"], bool(given["keepdim"]), pending=True, linear=linear)
+    return reduction(call, given["dim"], bool(given["keepdim"]), partial=True, linear=linear)
 
 
 def is_of_floats(call: OpCall, dtype: Any = None) -> bool:
@@ -113,7 +113,7 @@ def mean(call: OpCall) -> Signature | None:
     given = arguments(call, "input", "dim", "keepdim", dim=None, keepdim=False, dtype=None)
     if not is_of_floats(call, given["dtype"]):
         return None
-    return reduction(call, given["dim"], bool(given["keepdim"]), pending=True, local=_mean, linear=True)
+    return reduction(call, given["dim"], bool(given["keepdim"]), partial=True, local=_mean, linear=True)
 
 
 def _mean(call: LocalCall) -> Any:
@@ -133,7 +133,7 @@ def nanmean(call: OpCall) -> Signature | None:
     given = arguments(call, "input", "dim", "keepdim", dim=None, keepdim=False)
     if not is_of_floats(call):
         return None
-    return reduction(call, given["dim"], bool(given["keepdim"]), pending=True, local=_nanmean)
+    return reduction(call, given["dim"], bool(given["keepdim"]), partial=True, local=_nanmean)
 
 
 def _nanmean(call: LocalCall) -> Any:
@@ -200,14 +200,14 @@ def _trace(call: LocalCall) -> Any:
 
 
 @rule("median", "nanmedian")
-def whole_dim(call: OpCall) -> Signature | None:
+def unsharded_dim(call: OpCall) -> Signature | None:
     """Needs all elements of the dim at once; the other dims may be cut."""
     given = arguments(call, "input", "dim", "keepdim", dim=None, keepdim=False)
     return reduction(call, given["dim"], bool(given["keepdim"]))
 
 
 @rule("mode")
-def whole_last_dim(call: OpCall) -> Signature | None:
+def unsharded_last_dim(call: OpCall) -> Signature | None:
     given = arguments(call, "input", "dim", "keepdim", dim=-1, keepdim=False)
     return reduction(call, given["dim"], bool(given["keepdim"]))
 

@@ -23,7 +23,7 @@ from hyper_parallel.core.shard.rule_kit.signature import (
     letters,
     without,
 )
-from hyper_parallel.core.shard.rules.index_entries import can_be_pending, rows_here
+from hyper_parallel.core.shard.rules.index_entries import can_be_partial, rows_here
 from hyper_parallel.core.shard.rules.positions import with_checked_positions
 from hyper_parallel.core.shard.rules.views import ALONE
 from hyper_parallel.platform import get_platform
@@ -38,7 +38,7 @@ def _bound(call: OpCall | LocalCall, *names: str) -> dict[str, Any]:
     return found
 
 
-def _all_whole(call: OpCall) -> Signature:
+def _all_replicated(call: OpCall) -> Signature:
     """A tensor without dims takes part, which has nothing to cut."""
     inputs = tuple((None,) * spec.ndim for spec in call.tensors)
     return Signature(inputs, tuple((None,) * len(shape) for shape in call.outputs))
@@ -53,12 +53,12 @@ def _reads_rows(spec: TensorSpec, dim: int) -> dict[str, str]:
     """The letter of a dim that is read by an index, pending where it is cut; nothing where it must be whole."""
     (letter,) = letters(1, dim)
     assert letter is not None
-    return {letter: "sum"} if spec.layout.cuts[dim] and can_be_pending(spec) else {}
+    return {letter: "sum"} if spec.layout.shard_axes[dim] and can_be_partial(spec) else {}
 
 
 def _read_rows(call: LocalCall, dim: int, block: Any, index: Any, read: Callable[[Any, Any], tuple[Any, Any]]) -> Any:
     """Zeros for rows that other ranks have. ``read(block, index)`` gives rows, and where the index's dims are."""
-    if not call.inputs[0].cuts[dim]:
+    if not call.inputs[0].shard_axes[dim]:
         return read(block, index)[0]
     offset = call.inputs[0].local_offset(call.input_shapes[0])[dim]
     here, elsewhere = rows_here(block, dim, index, call.input_shapes[0][dim], offset)
@@ -73,7 +73,7 @@ def index_select(call: OpCall) -> Signature | None:
     if not isinstance(spec, TensorSpec) or not isinstance(index, TensorSpec) or call.tensors[0] is not spec:
         return None
     if spec.ndim == 0:
-        return _all_whole(call)
+        return _all_replicated(call)
     dim = bound["dim"] % spec.ndim
     names = letters(spec.ndim)
     reduces = _reads_rows(spec, dim)
@@ -102,7 +102,7 @@ def gather(call: OpCall) -> Signature | None:
     if call.tensors[0] is not spec or (index.ndim != spec.ndim and spec.ndim and index.ndim):
         return None
     if spec.ndim == 0 or index.ndim == 0:
-        return _all_whole(call)
+        return _all_replicated(call)
     dim = bound["dim"] % spec.ndim
     return _gather(call, spec, index, dim, ("input", "dim", "index"))
 
@@ -184,7 +184,7 @@ def embedding(call: OpCall) -> Signature | None:
         return None
     table, index = (first, second) if table_first else (second, first)
     positions = tuple(f"i{label}" for label in letters(index.ndim))
-    reduces = {"v": "sum"} if can_be_pending(table) else {}
+    reduces = {"v": "sum"} if can_be_partial(table) else {}
     rows: Labels = ("v" if reduces else None, "h")
     inputs = (rows, positions) if table_first else (positions, rows)
     place = 0 if table_first else 1
@@ -193,7 +193,7 @@ def embedding(call: OpCall) -> Signature | None:
         return _embed(here, names, place)
 
     linear = (frozenset({place}),)
-    needed = local if table.layout.cuts[0] or bound.get("sparse") else None
+    needed = local if table.layout.shard_axes[0] or bound.get("sparse") else None
     found = Signature(inputs, ((*positions, "h"),), reduces, linear=linear, local=needed)
     return with_checked_positions(found, call.name, 1 - place, 0, table.shape[0], source=place)
 
@@ -244,13 +244,15 @@ def scatter(call: OpCall) -> Signature | None:
     if not isinstance(spec, TensorSpec) or not isinstance(index, TensorSpec):
         return None
     if spec.ndim == 0 or index.ndim == 0:
-        return None if call.name.endswith("_") and spec.ndim else _all_whole(call)
+        return None if call.name.endswith("_") and spec.ndim else _all_replicated(call)
     source = bound.get("src", bound.get("value"))
     others = [other for other in (index, source) if isinstance(other, TensorSpec) and other.ndim]
     dim = bound["dim"] % spec.ndim
     names = letters(spec.ndim)
     together = [all(other.shape[d] == spec.shape[d] for other in others) for d in range(spec.ndim)]
-    if call.name.endswith("_") and any(spec.layout.cuts[d] for d in range(spec.ndim) if d != dim and not together[d]):
+    if call.name.endswith("_") and any(
+        spec.layout.shard_axes[d] for d in range(spec.ndim) if d != dim and not together[d]
+    ):
         return None
     own = tuple(name if together[d] or d == dim else None for d, name in enumerate(names))
     rest = without(own, [dim])
@@ -268,7 +270,7 @@ def index_write(call: OpCall) -> Signature | None:
     if not isinstance(spec, TensorSpec) or not isinstance(index, TensorSpec):
         return None
     if spec.ndim == 0:
-        return _all_whole(call)
+        return _all_replicated(call)
     if call.name.startswith("index_reduce") and _platform.dtype_name(spec.dtype) in ("float16", "bfloat16"):
         return None  # PyTorch's kernel fails on a block of one row
     source = bound.get("source", bound.get("value"))
@@ -291,7 +293,7 @@ def _writing(call: OpCall, inputs: list[Labels], dim: int, names: tuple[str, ...
     def local(here: LocalCall) -> Any:
         return _write_rows(here, dim, names)
 
-    needed = local if call.tensors[0].layout.cuts[dim] else None
+    needed = local if call.tensors[0].layout.shard_axes[dim] else None
     linear = _FIRST_AND_LAST if is_linear else ()
     found = Signature(tuple(inputs), (inputs[0],), linear=linear, local=needed)
     name = call.name.rstrip("_")
@@ -301,7 +303,7 @@ def _writing(call: OpCall, inputs: list[Labels], dim: int, names: tuple[str, ...
 
 
 def _write_rows(call: LocalCall, dim: int, names: tuple[str, ...]) -> Any:
-    if not call.inputs[0].cuts[dim]:
+    if not call.inputs[0].shard_axes[dim]:
         return call.plain()
     bound = _bound(call, *names)
     block, index = bound.pop("input"), bound.pop("index")

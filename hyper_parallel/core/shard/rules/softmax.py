@@ -6,18 +6,18 @@ from typing import Any
 
 from hyper_parallel.core.shard.rule_kit.rule_table import rule
 from hyper_parallel.core.shard.rule_kit.signature import LocalCall, OpCall, Signature, letters, without
-from hyper_parallel.core.shard.rules.cut_letters import (
+from hyper_parallel.core.shard.rules.extremes import extreme_of_block
+from hyper_parallel.core.shard.rules.reductions import checked_dim, reduced_dims, reduced_group, reduction
+from hyper_parallel.core.shard.rules.sharded_letters import (
     all_reduced,
     arguments,
     group_of,
     in_working_precision,
-    is_cut,
-    refuse_whole_numbers,
+    is_sharded,
+    refuse_integers,
     shared_sum,
     varied,
 )
-from hyper_parallel.core.shard.rules.extremes import extreme_of_block
-from hyper_parallel.core.shard.rules.reductions import checked_dim, reduced_dims, reduced_group, reduction
 from hyper_parallel.platform import get_platform
 
 _platform = get_platform()
@@ -69,7 +69,7 @@ class _ShardedLogSumExp(_platform.Function):  # type: ignore[name-defined]
         return varied(gradient, ctx.group) * powers, None, None
 
 
-def cut_logsumexp(block: Any, dims: tuple[int, ...], group: Any) -> Any:
+def sharded_logsumexp(block: Any, dims: tuple[int, ...], group: Any) -> Any:
     """log of the sum of exp along ``dims``, which are kept, over all blocks of the group; whole on every rank."""
     return _ShardedLogSumExp.apply(block, dims, group)
 
@@ -82,7 +82,7 @@ def softmax(call: OpCall) -> Signature | None:
         return None
     labels = letters(spec.ndim)
     along = labels[checked_dim(spec.ndim, dim) :][:1]
-    return Signature((labels,), (labels,), local=_softmax, needs_local=lambda planned: is_cut(planned, along))
+    return Signature((labels,), (labels,), local=_softmax, needs_local=lambda planned: is_sharded(planned, along))
 
 
 @rule("_safe_softmax")
@@ -102,7 +102,7 @@ def _softmax(call: LocalCall) -> Any:
     dtype = call.args[3] if len(call.args) > 3 else call.kwargs.get("dtype", third)
     if dtype is not None:
         block = block.to(dtype)
-    refuse_whole_numbers(call, block)
+    refuse_integers(call, block)
     dim = given["dim"] % block.ndim
     of_logarithm = _platform.get_op_name(call.func) == "log_softmax"
     group = group_of(call, (letters(block.ndim)[dim],))
@@ -123,5 +123,5 @@ def _logsumexp(call: LocalCall) -> Any:
     if not block.is_floating_point():
         block = block.to(_platform.default_dtype())
     dims = reduced_dims(len(call.input_shapes[0]), given["dim"])
-    result = cut_logsumexp(in_working_precision(block), dims, reduced_group(call, dims)).to(block.dtype)
+    result = sharded_logsumexp(in_working_precision(block), dims, reduced_group(call, dims)).to(block.dtype)
     return result if given["keepdim"] else result.squeeze(dims)

@@ -7,7 +7,7 @@ from typing import Any
 from hyper_parallel.core.shard.rule_kit.empty_blocks import lacks_rows, with_spare_rows
 from hyper_parallel.core.shard.rule_kit.rule_table import rule
 from hyper_parallel.core.shard.rule_kit.signature import OpCall, Signature, TensorSpec, letters, without
-from hyper_parallel.core.shard.rules.cut_letters import arguments
+from hyper_parallel.core.shard.rules.sharded_letters import arguments
 from hyper_parallel.core.shard.rules.views import ALONE
 
 _KINDS = ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft")

@@ -162,8 +162,8 @@ SPECIAL_OPS.update(
 def _become(tensor: DTensor, order: list[int | None]) -> DTensor:
     """Tell ``tensor``, whose block has changed, its new dims: the old dim for each, None for a new one."""
     shape = tuple(tensor.shape)
-    cuts = [() if dim is None else tensor.layout.cuts[dim] for dim in order]
-    layout = Layout.of(tensor.device_mesh, cuts, tensor.layout.partials)
+    axes = [() if dim is None else tensor.layout.shard_axes[dim] for dim in order]
+    layout = Layout.of(tensor.device_mesh, axes, tensor.layout.partials)
     for remembered in ("_edges", "_gathered_from"):
         tensor.__dict__.pop(remembered, None)
     return _platform.as_dtensor(type(tensor), tensor, layout, tuple(1 if dim is None else shape[dim] for dim in order))
@@ -203,10 +203,10 @@ def _squeeze_(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     dropped = sorted({_dim("squeeze_", dim, len(shape)) for dim in asked if len(shape)})
     dropped = [dim for dim in dropped if shape[dim] == 1]
     for dim in dropped:
-        if tensor.layout.cuts[dim]:
+        if tensor.layout.shard_axes[dim]:
             raise RuntimeError(
-                f"squeeze_: dim {dim} of a tensor of global shape {shape} under {tensor.layout} is cut, so some ranks "
-                "have nothing of it; redistribute it first, or use squeeze, which makes a new tensor"
+                f"squeeze_: dim {dim} of a tensor of global shape {shape} under {tensor.layout} is sharded, so some "
+                "ranks have nothing of it; redistribute it first, or use squeeze, which makes a new tensor"
             )
     for dim in reversed(dropped):
         _platform.without_interception(_platform.Tensor.squeeze_, tensor, dim)
@@ -250,7 +250,7 @@ def _of_memory(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
             name = _platform.get_op_name(func)
             raise RuntimeError(
                 f"{name} of a distributed tensor of global shape {tuple(tensor.shape)} under {tensor.layout}: its "
-                "elements do not lie in order, so there is no memory of the whole to count in; call contiguous() first"
+                "elements are not in order, so there is no one memory to count in; call contiguous() first"
             )
     return run_gathered(func, args, kwargs)
 

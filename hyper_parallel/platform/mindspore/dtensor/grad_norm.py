@@ -1,7 +1,7 @@
 """The norm of all gradients as one vector, and clipping by it.
 
 As on PyTorch (``torch/dtensor/grad_norm.py``): one number for each tensor from the values this rank holds, completed
-over the ranks for tensors that are distributed (``whole_norms``), then all numbers together. Numbers are made in
+over the ranks for tensors that are distributed (``global_norms``), then all numbers together. Numbers are made in
 float32 at least.
 """
 
@@ -28,18 +28,18 @@ __all__ = [
     "finished_norm",
     "get_total_norm",
     "install_optimizer_steps",
-    "set_whole_norms",
+    "set_global_norms",
 ]
 
 Tensors = Tensor | Iterable[Tensor]
 
-_whole_norms: Callable[[Sequence[Tensor], float], list[Tensor]]
+_global_norms: Callable[[Sequence[Tensor], float], list[Tensor]]
 
 
-def set_whole_norms(whole_norms: Callable[[Sequence[Tensor], float], list[Tensor]]) -> None:
-    """Let ``whole_norms(tensors, order)`` give the norms of tensors of which some are distributed."""
-    global _whole_norms
-    _whole_norms = whole_norms
+def set_global_norms(global_norms: Callable[[Sequence[Tensor], float], list[Tensor]]) -> None:
+    """Let ``global_norms(tensors, order)`` give the norms of tensors of which some are distributed."""
+    global _global_norms
+    _global_norms = global_norms
 
 
 def install_optimizer_steps(kind: type) -> None:
@@ -100,7 +100,7 @@ def get_total_norm(
             )
     with private_api.no_grad():
         if any(hasattr(tensor, "to_local") for tensor in tensors):
-            norms = _whole_norms(tensors, norm_type)
+            norms = _global_norms(tensors, norm_type)
         else:
             norms = [_norm(detached(tensor), norm_type) for tensor in tensors]
         norms = [finished_norm(norm, tensor) for norm, tensor in zip(norms, tensors, strict=True)]

@@ -28,34 +28,6 @@ from hyper_parallel.platform.shared.parameters import (
     check_init_arguments,
 )
 
-__all__ = [
-    "FoundParameter",
-    "get_cell_construct",
-    "get_cells_and_names",
-    "get_param_local_data",
-    "get_param_local_shape",
-    "get_param_type_size",
-    "has_no_memory",
-    "init_parameters",
-    "install_parameter",
-    "is_embedding_module",
-    "is_linear_module",
-    "linear_function",
-    "linear_weight_dims",
-    "load_into_param",
-    "own_parameters",
-    "parameters_dict",
-    "register_forward_pre_hook",
-    "register_full_backward_hook",
-    "register_full_backward_pre_hook",
-    "replace_forward",
-    "search_parameter_by_name",
-    "set_layout_into_parameter",
-    "update_param_data",
-    "update_parameter_by_name",
-    "weight_name",
-]
-
 _GIVEN_NO_NAME = re.compile(r"(Parameter([#$]\d+)?)?")  # what MindSpore calls a parameter that was given none
 
 

@@ -48,7 +48,7 @@ def get_model_state_dict(model: nn.Cell, *, options: Any = None) -> dict[str, An
             if buffer is not None and name not in transient:
                 state[f"{owner_name}.{name}" if owner_name else name] = buffer
     if full_state_dict:
-        state = {name: _whole(value) for name, value in state.items()}
+        state = {name: _full(value) for name, value in state.items()}
     if cpu_offload:
         if full_state_dict and groups.get_rank() != 0:
             return {}
@@ -56,7 +56,7 @@ def get_model_state_dict(model: nn.Cell, *, options: Any = None) -> dict[str, An
     return state
 
 
-def _whole(value: Any) -> Any:
+def _full(value: Any) -> Any:
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
@@ -94,7 +94,7 @@ def save_checkpoint(
         cell = get_model_state_dict(cell)
     elif not isinstance(cell, Mapping):
         raise TypeError(f"save_checkpoint takes a module or a dict of tensors, got {kind_of(cell)}")
-    tensors = {name: _whole(value) for name, value in cell.items()}
+    tensors = {name: _full(value) for name, value in cell.items()}
     safetensors_file.check_names(tensors)
     for name, tensor in tensors.items():
         _check_can_be_saved(name, tensor)

@@ -41,16 +41,12 @@ def batch_norm(
     return ops.BatchNorm(training, eps, momentum)(input, weight, bias, running_mean, running_var)[0]
 
 
+# Convolutions get all attributes of the old primitives by position, in the order that their rule reads.
+
+
 @neutral
 def conv2d(
-    input: Any,
-    weight: Any,
-    bias: Any = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
-    pad_mode: str = "valid",
+    input: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, groups: int, pad_mode: str
 ) -> Any:
     size = tuple(weight.shape[2:])
     result = ops.Conv2D(weight.shape[0], size, 1, pad_mode, padding, stride, dilation, groups)(input, weight)
@@ -58,19 +54,9 @@ def conv2d(
 
 
 @neutral
-def conv_transpose2d(
-    input: Any,
-    weight: Any,
-    bias: Any = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    output_padding: Any = 0,
-    groups: int = 1,
-    dilation: Any = 1,
-    pad_mode: str = "valid",
-    space: Sequence[int] = (),
-) -> Any:
-    """``space``: height and width of the result; MindSpore asks for its whole shape."""
+def conv_transpose2d(input: Any, weight: Any, bias: Any, *settings: Any) -> Any:
+    """The last setting is the height and width of the result; MindSpore asks for its full shape."""
+    stride, padding, _, groups, dilation, pad_mode, space = settings
     shape = (input.shape[0], weight.shape[1] * groups, *space)
     size = tuple(weight.shape[2:])
     convolve = ops.Conv2DTranspose(weight.shape[0], size, pad_mode, padding, None, 1, stride, dilation, groups)
@@ -78,17 +64,8 @@ def conv_transpose2d(
 
 
 @neutral
-def conv_transpose3d(
-    input: Any,
-    weight: Any,
-    bias: Any = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    output_padding: Any = 0,
-    groups: int = 1,
-    dilation: Any = 1,
-    pad_mode: str = "valid",
-) -> Any:
+def conv_transpose3d(input: Any, weight: Any, bias: Any, *settings: Any) -> Any:
+    stride, padding, output_padding, groups, dilation, pad_mode = settings
     channels, size = (weight.shape[0], weight.shape[1] * groups), tuple(weight.shape[2:])
-    settings = (pad_mode, padding, stride, dilation, groups, output_padding)
-    return ops.Conv3DTranspose(*channels, size, 1, *settings)(input, weight)
+    given = (pad_mode, padding, stride, dilation, groups, output_padding)
+    return ops.Conv3DTranspose(*channels, size, 1, *given)(input, weight)

@@ -25,7 +25,7 @@ def _check_peer(function: str, tensor: torch.Tensor, peer_rank: int, group: dist
     group, facts = group_facts.find_facts(group)
     group_facts.find_movable(function, tensor, facts)
     group_facts.group_rank_of(function, peer_rank, "peer_rank", facts)
-    return peer_rank == dist.get_rank()
+    return peer_rank == groups.get_rank()
 
 
 _collectives = DifferentiableCollectives(functions, torch.Tensor, "torch.Tensor", groups.unwrap_group, _check_peer)

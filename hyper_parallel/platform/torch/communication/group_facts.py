@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from datetime import timedelta
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllgatherOptions
 
 from hyper_parallel.platform.checks.collective_checks import short
 from hyper_parallel.platform.shared.framework_of import kind_of
@@ -21,30 +21,8 @@ from hyper_parallel.platform.torch.communication.carried_reductions import (
     why_not,
 )
 from hyper_parallel.platform.torch.communication.ledgers import Ledger, open_ledger
-from hyper_parallel.platform.torch.communication.lost_ranks import completed, introduce
-
-
-class PendingResult:
-    """A handle whose ``wait`` also does the local work that follows the communication."""
-
-    __slots__ = ("_finish", "_work")
-
-    def __init__(self, work: Any, finish: Callable[[], None]) -> None:
-        self._work = work
-        self._finish: Callable[[], None] | None = finish
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        if self._finish is not None:
-            if self._work is not None:
-                completed(self._work) if timeout is None else self._work.wait(timeout)
-            with torch.no_grad():
-                self._finish()
-            self._finish = None
-        return True
-
-    def is_completed(self) -> bool:
-        return self._finish is None or self._work is None or self._work.is_completed()
-
+from hyper_parallel.platform.torch.communication.lost_ranks import introduce
+from hyper_parallel.platform.torch.communication.pretend_groups import PretendGroup
 
 # ---------------------------------------------------------------- what is known about a group
 
@@ -58,7 +36,7 @@ class GroupFacts:
         self.size: int = group.size()
         self.rank: int = group.rank()
         try:
-            self.ranks = dist.get_process_group_ranks(group)
+            self.ranks = groups.get_process_group_ranks(group)
         except KeyError:
             raise ValueError(
                 f"torch.distributed does not know this group of {self.size} ranks: it was destroyed, or made without "
@@ -101,6 +79,7 @@ def make_options(kind: type, async_op: bool, reduce_op: Any = None) -> Any:
     return options
 
 
+GATHER_OPTIONS = (make_options(AllgatherOptions, False), make_options(AllgatherOptions, True))
 known_facts: dict[int, GroupFacts] = {}  # By the group's id: an entry goes when its group does.
 
 
@@ -110,9 +89,12 @@ def find_facts(group_info: Any) -> tuple[dist.ProcessGroup, GroupFacts]:
     facts = known_facts.get(key)
     if facts is None:
         facts = known_facts[key] = GroupFacts(group)
-        introduce()
-        if facts.size > 1 and "gloo" in facts.backends.values():
-            facts.ledger = open_ledger(group, facts.ranks)
+        if isinstance(group, PretendGroup):
+            facts.ledger = group.ledger
+        else:
+            introduce()
+            if facts.size > 1 and "gloo" in facts.backends.values():
+                facts.ledger = open_ledger(group, facts.ranks)
         weakref.finalize(group, known_facts.pop, key, None).atexit = False
     return group, facts
 

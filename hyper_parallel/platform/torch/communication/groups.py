@@ -36,8 +36,16 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from hyper_parallel.platform.checks.group_checks import DONE, check_members, global_rank_of, part_of_split
+from hyper_parallel.platform.checks.collective_observers import announce, observers, telling, wait_observers
+from hyper_parallel.platform.checks.group_checks import (
+    DONE,
+    check_members,
+    global_rank_of,
+    part_of_split,
+    refuse_member,
+)
 from hyper_parallel.platform.platform import EXISTING_COMM_GROUPS
+from hyper_parallel.platform.shared.membership import current_member
 from hyper_parallel.platform.torch.base import devices
 from hyper_parallel.platform.torch.communication.group_connections import (
     Connection,
@@ -47,6 +55,7 @@ from hyper_parallel.platform.torch.communication.group_connections import (
     wait_until_connected,
 )
 from hyper_parallel.platform.torch.communication.lost_ranks import Handle, naming_lost_ranks, world_store
+from hyper_parallel.platform.torch.communication.pretend_groups import PretendGroup
 from hyper_parallel.platform.torch.private_api import new_named_group
 
 __all__ = [
@@ -93,6 +102,7 @@ def init_process_group(
 ) -> None:
     """Join the world. ``backend=None``: Gloo for CPU tensors and the accelerator's own backend, if there is one."""
     global _world_timeout
+    refuse_member("init_process_group")
     if dist.is_initialized():
         raise RuntimeError(
             f"init_process_group: this process is already rank {dist.get_rank()} of a world of {dist.get_world_size()} "
@@ -128,6 +138,12 @@ def destroy_process_group(group: Any = None) -> None:
     """Leave ``group``, or the world and every group made in it; ``create_group`` no longer knows them."""
     global _num_worlds_left
     leaving = unwrap_group(group)
+    if isinstance(leaving, PretendGroup):
+        if leaving.size() == get_world_size():
+            refuse_member("destroy_process_group")
+        for ranks in [ranks for ranks, known in EXISTING_COMM_GROUPS.items() if known is leaving]:
+            del EXISTING_COMM_GROUPS[ranks]
+        return
     if leaving is dist.group.WORLD:
         _forget_world()
         _num_worlds_left += 1
@@ -168,6 +184,9 @@ def _notice_world() -> None:
 
 def world_generation() -> int:
     """How many worlds this process has left: what is remembered about groups holds for one of them."""
+    member = current_member()
+    if member is not None:
+        return member.generation
     _notice_world()
     return _generation
 
@@ -201,9 +220,12 @@ def _check_environment(rank: int, world_size: int) -> None:
 
 def unwrap_group(group: Any) -> dist.ProcessGroup:
     """The process group that is meant: itself, the world for None, or the ``group`` attribute of ``group``."""
-    if isinstance(group, dist.ProcessGroup):
+    if isinstance(group, (dist.ProcessGroup, PretendGroup)):
         return group
     if group is None:
+        member = current_member()
+        if member is not None:
+            return member.world_group
         if not dist.is_initialized():
             raise RuntimeError("there is no process group yet; call init_process_group() first")
         return dist.group.WORLD
@@ -218,11 +240,17 @@ def unwrap_group(group: Any) -> dist.ProcessGroup:
 
 def get_rank() -> int:
     """This process's rank in the world; 0 before there is one."""
+    member = current_member()
+    if member is not None:
+        return member.rank
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def get_world_size() -> int:
     """The number of processes in the world; 1 before there is one."""
+    member = current_member()
+    if member is not None:
+        return member.world_size
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
@@ -233,21 +261,25 @@ def get_global_rank(group: Any, group_rank: int) -> int:
 
 def get_group_local_rank(group: Any = None) -> int:
     """This process's rank inside ``group``; 0 before there is a world."""
-    if group is None and not dist.is_initialized():
-        return 0
-    return unwrap_group(group).rank()
+    return unwrap_group(group).rank() if group is not None or _has_world() else 0
 
 
 def get_process_group_ranks(group: Any = None) -> list[int]:
     """The world ranks of ``group``, in group order; [0] before there is a world."""
-    if group is None and not dist.is_initialized():
+    if group is None and not _has_world():
         return [0]
-    return dist.get_process_group_ranks(unwrap_group(group))
+    group = unwrap_group(group)
+    return list(group.ranks) if isinstance(group, PretendGroup) else dist.get_process_group_ranks(group)
+
+
+def _has_world() -> bool:
+    return current_member() is not None or dist.is_initialized()
 
 
 def get_backend(group: Any = None) -> str:
     """The transport of ``group``, as given to ``init_process_group``: "gloo", "cpu:gloo,cuda:nccl"."""
-    return str(dist.get_backend(unwrap_group(group)))
+    group = unwrap_group(group)
+    return "pretend" if isinstance(group, PretendGroup) else str(dist.get_backend(group))
 
 
 def barrier(group: Any = None, async_op: bool = False, device_ids: Sequence[int] | None = None) -> Any:
@@ -256,11 +288,17 @@ def barrier(group: Any = None, async_op: bool = False, device_ids: Sequence[int]
     if group.size() == 1:
         return DONE if async_op else None
     wait_until_connected(group)
-    for announce in before_barrier:
-        announce(group)
+    call = announce("barrier", group, None, async_op) if observers or wait_observers else None
+    for prepare in before_barrier:
+        prepare(group)
+    if isinstance(group, PretendGroup):
+        work = group.barrier()
+        if not async_op:
+            work.wait()
+        return telling(work, call) if async_op else None
     with naming_lost_ranks():
         work = dist.barrier(group, async_op=async_op, device_ids=None if device_ids is None else list(device_ids))
-    return None if work is None else Handle(work)
+    return None if work is None else telling(Handle(work), call)
 
 
 # ---------------------------------------------------------------- making groups
@@ -294,6 +332,9 @@ def split_group(
 def _new_group(
     ranks: list[int], timeout: timedelta | None, pg_options: Any, group_desc: str | None
 ) -> dist.ProcessGroup:
+    member = current_member()
+    if member is not None:
+        return member.make_group(member, tuple(ranks))
     _notice_world()
     world = dist.group.WORLD
     with creation_lock:
@@ -346,6 +387,8 @@ def _connected_lazily(world: dist.ProcessGroup) -> Iterator[None]:
 
 def backend_by_device_type(group: dist.ProcessGroup) -> dict[str, str]:
     """Which backend carries the tensors of which device type."""
+    if isinstance(group, PretendGroup):  # which carries what gloo does, also without memory
+        return {"cpu": "gloo", "meta": "gloo"}
     return dict(part.split(":") for part in dist.get_backend_config(group).split(","))
 
 

@@ -86,7 +86,7 @@ def reduce_blocks(
     return Pending(handle, lambda: reduced.squeeze(0).narrow(dim, 0, sizes[mine]).contiguous())
 
 
-def reduce_whole(tensor: torch.Tensor, group: Any, op: str) -> Pending:
+def all_reduce_blocks(tensor: torch.Tensor, group: Any, op: str) -> Pending:
     """The reduction over the group, whole on every rank; ``tensor`` is kept."""
     reduced, handle = collectives.all_reduce(own_copy(tensor), group, True, op)
     return Pending(handle, lambda: handed_out(reduced))
@@ -133,7 +133,7 @@ def embed_block(tensor: torch.Tensor, box: Region, shape: Sequence[int]) -> torc
     return whole
 
 
-def neutral_like(tensor: torch.Tensor, op: str) -> torch.Tensor:
+def identity_like(tensor: torch.Tensor, op: str) -> torch.Tensor:
     """What leaves a reduction unchanged: zeros for a sum, ones for a product, the tensor itself for the others."""
     if op == "sum":
         return torch.zeros_like(tensor)

@@ -2,7 +2,7 @@
 
 The norm is made in two steps: one number for each tensor from the values this rank holds (``_local_norms``), then all
 numbers together (``_combine_norms``). A tensor whose values are spread over ranks needs its number completed between
-the two (``block_norms``, ``complete_norms``): that is what ``whole_norms`` does, which knows how tensors are spread.
+the two (``block_norms``, ``complete_norms``): that is what ``global_norms`` does, which knows how tensors are spread.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ __all__ = [
     "complete_norms",
     "finished_norm",
     "get_total_norm",
-    "set_whole_norms",
+    "set_global_norms",
 ]
 
 Tensors = torch.Tensor | Iterable[torch.Tensor]
 
-_whole_norms: Callable[[Sequence[torch.Tensor], float], list[torch.Tensor]]
+_global_norms: Callable[[Sequence[torch.Tensor], float], list[torch.Tensor]]
 
 
-def set_whole_norms(whole_norms: Callable[[Sequence[torch.Tensor], float], list[torch.Tensor]]) -> None:
-    """Let ``whole_norms(tensors, order)`` give the norms of tensors of which some are distributed."""
-    global _whole_norms
-    _whole_norms = whole_norms
+def set_global_norms(global_norms: Callable[[Sequence[torch.Tensor], float], list[torch.Tensor]]) -> None:
+    """Let ``global_norms(tensors, order)`` give the norms of tensors of which some are distributed."""
+    global _global_norms
+    _global_norms = global_norms
 
 
 @torch.no_grad()
@@ -89,7 +89,7 @@ def get_total_norm(
     if not tensors:
         return torch.tensor(0.0)
     if any(isinstance(tensor, DTensorBase) for tensor in tensors):
-        norms = _whole_norms(tensors, norm_type)
+        norms = _global_norms(tensors, norm_type)
     else:
         norms = _local_norms(tensors, norm_type, foreach)
     total_norm = _combine_norms(norms, norm_type, tensors[0].device)

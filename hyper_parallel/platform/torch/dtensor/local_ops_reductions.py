@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 
-def losing_value(dtype: torch.dtype, op: str) -> float | int | bool:
+def extreme_identity(dtype: torch.dtype, op: str) -> float | int | bool:
     """The value that every other one beats in a maximum (``op`` "max") or a minimum ("min")."""
     if dtype.is_floating_point:
         return -float("inf") if op == "max" else float("inf")

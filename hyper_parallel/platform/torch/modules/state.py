@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from hyper_parallel.platform.host import safetensors_file
 from hyper_parallel.platform.shared.framework_of import kind_of
 from hyper_parallel.platform.shared.state_options import read_options
+from hyper_parallel.platform.torch.communication import groups
 
 __all__ = ["get_model_state_dict", "load_checkpoint", "save_checkpoint"]
 
@@ -48,15 +48,15 @@ def get_model_state_dict(model: nn.Module, *, options: Any = None) -> dict[str, 
     wrappers = _wrappers(model)
     state = {_without_wrappers(name, wrappers): value for name, value in state.items()}
     if full_state_dict:
-        state = {name: _whole(value) for name, value in state.items()}
+        state = {name: _full(value) for name, value in state.items()}
     if cpu_offload:
-        if full_state_dict and dist.is_initialized() and dist.get_rank() != 0:
+        if full_state_dict and groups.get_rank() != 0:
             return {}
         state = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
     return state
 
 
-def _whole(value: Any) -> Any:
+def _full(value: Any) -> Any:
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
@@ -123,7 +123,7 @@ def save_checkpoint(
         cell = get_model_state_dict(cell)
     elif not isinstance(cell, Mapping):
         raise TypeError(f"save_checkpoint takes a module or a dict of tensors, got {kind_of(cell)}")
-    tensors = {name: _whole(value) for name, value in cell.items()}
+    tensors = {name: _full(value) for name, value in cell.items()}
     _check_can_be_saved(tensors)
     safetensors_file.write_file(file_path, {name: _entry(tensor) for name, tensor in tensors.items()})
 

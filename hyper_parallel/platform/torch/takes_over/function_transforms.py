@@ -109,7 +109,7 @@ def _add_batch_dim(tensor: Any, *args: Any, **kwargs: Any) -> Any:
     if isinstance(tensor, DTensorBase):
         raise RuntimeError(
             f"vmap cannot map over a distributed tensor of shape {tuple(tensor.shape)}: write the function for the "
-            "whole batch, or let vmap run on the local blocks inside hyper_parallel.custom_shard. (torch.func.jacfwd "
+            "whole batch, or let vmap run on the local tensors inside hyper_parallel.custom_shard. (torch.func.jacfwd "
             "and hessian map too: use torch.autograd.functional.jacobian or hessian)"
         )
     return _plain_add_batch_dim(tensor, *args, **kwargs)
@@ -133,7 +133,7 @@ def _wrap_functional(tensor: Any, *args: Any, **kwargs: Any) -> Any:
 def _linearize(func: Callable[..., Any], *primals: Any) -> Any:
     if _has_dtensor(primals):
         raise RuntimeError(
-            "torch.func.linearize would trace blocks of distributed tensors as if they were whole: use "
+            "torch.func.linearize would trace local tensors as if they were the global ones: use "
             "torch.autograd.functional.jvp, which goes backward"
         )
     return _plain_linearize(func, *primals)

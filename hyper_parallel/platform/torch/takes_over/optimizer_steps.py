@@ -100,9 +100,9 @@ class _StandIn:
                 [(p, _grad_of(p) if type(p) is kind else None, get_state(p)) for p in group["params"]]
                 for group in optimizer.param_groups
             ]
-        self.is_exact = all(map(self._lies_alike, optimizer.param_groups, self._given))
+        self.is_exact = all(map(self._layouts_agree, optimizer.param_groups, self._given))
 
-    def _lies_alike(self, group: dict[str, Any], given: list[tuple[Any, Any, State | None]]) -> bool:
+    def _layouts_agree(self, group: dict[str, Any], given: list[tuple[Any, Any, State | None]]) -> bool:
         if group.get("differentiable") or any(isinstance(value, DTensorBase) for value in group.values()):
             return False
         kind = self._kind

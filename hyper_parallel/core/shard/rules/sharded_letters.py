@@ -41,7 +41,7 @@ def call_with(call: LocalCall, names: Sequence[str], **changed: Any) -> Any:
     return call.func(*args, **kwargs)
 
 
-def is_cut(call: LocalCall, letters: Iterable[str | None]) -> bool:
+def is_sharded(call: LocalCall, letters: Iterable[str | None]) -> bool:
     """Whether any of the letters is cut."""
     return any(call.axes.get(letter) for letter in letters if letter is not None)
 
@@ -55,8 +55,8 @@ def group_of(call: LocalCall, letters: Iterable[str | None]) -> Any:
 
 def block_region(call: LocalCall, labels: Labels, shape: Shape) -> Region:
     """Where this rank's block of a tensor with these labels and this global shape lies."""
-    cuts = [() if letter is None else call.axes.get(letter, ()) for letter in labels]
-    return Layout.of(call.mesh, cuts).local_region(shape)
+    axes = [() if letter is None else call.axes.get(letter, ()) for letter in labels]
+    return Layout.of(call.mesh, axes).local_region(shape)
 
 
 def num_elements(call: LocalCall, labels: Labels, shape: Shape, dims: Iterable[int]) -> tuple[int, int]:
@@ -93,7 +93,7 @@ def in_working_precision(tensor: Any) -> Any:
     return _platform.tensor_type_cast(tensor, "float32")
 
 
-def refuse_whole_numbers(call: LocalCall, block: Any) -> None:
+def refuse_integers(call: LocalCall, block: Any) -> None:
     """An error, on ranks without elements too, for operators that one device has for floating-point numbers only."""
     if not block.is_floating_point():
         raise TypeError(

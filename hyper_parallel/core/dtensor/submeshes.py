@@ -29,7 +29,7 @@ def submesh(mesh: DeviceMesh, names: str | Sequence[str]) -> DeviceMesh:
         if not asked or not all(isinstance(name, str) for name in asked):
             raise TypeError(f'mesh[...] takes axis names, as in mesh["tp"] or mesh["dp", "tp"], not {names!r}: {mesh}')
         if mesh._names is None:
-            raise ValueError(f"{mesh} has no axis names, so {asked} cannot be cut out of it; give mesh_dim_names")
+            raise ValueError(f"{mesh} has no axis names, so {asked} cannot be taken out of it; give mesh_dim_names")
         if len(set(asked)) < len(asked):
             raise ValueError(f"{asked} names an axis of {mesh} twice")
         blocks = _axis_family(mesh, asked[0])
@@ -103,7 +103,7 @@ def concatenate(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
     for mesh in meshes[1:]:
         if mesh.root != first.root:
             raise ValueError(
-                f"concatenate joins sub-meshes of one root; {first} was cut out of {first.root}, "
+                f"concatenate joins sub-meshes of one root; {first} was taken out of {first.root}, "
                 f"but {mesh} out of {mesh.root}"
             )
         joined = join_families(blocks, mesh._blocks)
@@ -117,5 +117,5 @@ def concatenate(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
     result = first._derive(blocks, parse_names(first._device_type, blocks[0], names))
     for mesh in meshes:
         if not set(mesh._rank_list) <= set(result._rank_list):
-            raise ValueError(f"{mesh} does not lie around the same rank as {first}, so concatenate cannot join them")
+            raise ValueError(f"{mesh} is not around the same rank as {first}, so concatenate cannot join them")
     return result
