@@ -130,6 +130,7 @@ def test_wrappers() -> None:
 
 
 @run_on_ranks(2)
+@pytest.mark.processes("torch.compile keeps one state per process")
 def test_compiled_blocks() -> None:
     """``block.compile()`` compiles the forward inside; whole values come and go around it."""
     mesh = _mesh()
