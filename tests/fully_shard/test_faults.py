@@ -51,7 +51,7 @@ def _lose_rank_2(moment: str) -> None:
         model.blocks[1].register_forward_hook(lambda module, args, out: Dies.apply(out))
     else:
         model.first.register_forward_hook(lambda module, args, out: Dies.apply(out))  # reductions are in flight
-    text = rf"fully_shard, (gather|reduction) of the \w+ of (unit 'blocks\.\d'|the unit of Mlp) over shard over dp=3: "
+    text = r"fully_shard, (gather|reduction) of the \w+ of (unit 'blocks\.\d'|the unit of Mlp) over shard over dp=3: "
     text += rf"communication failed on rank \d: rank 2 \(process {pids[2]}\) has ended"
     with pytest.raises(RuntimeError, match=text):
         for _ in range(3):
@@ -67,20 +67,18 @@ def test_a_rank_that_is_killed_is_named(worlds, moment) -> None:
 
 
 def _call_other_units() -> None:
-    mesh = hp.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    # The group cannot be used afterwards: it is one that no other test has.
+    mesh = hp.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",), rank_list=(0, 2))
+    if mesh.get_coordinate() is None:
+        return
     model = torch.nn.ModuleList([torch.nn.Linear(4, 4), torch.nn.Linear(4, 8)])
     for layer in model:
         hp.fully_shard(layer, mesh=mesh)
-    with pytest.raises(RuntimeError, match=r"the ranks of the group \[0, 1\] disagree: not the same shape"):
+    with pytest.raises(RuntimeError, match=r"(?s)of the unit of Linear over .*disagree: not the same shape"):
         for _ in range(3):
-            model[mesh.get_rank()](torch.randn(2, 4))
+            model[mesh.get_local_rank()](torch.randn(2, 4))
 
 
 def test_ranks_that_call_different_units_are_told(worlds) -> None:
     """Before anything is sent, by the ledger of the group; torch's fully_shard hangs or mixes the values up."""
-    world = worlds(2)
-    try:
-        world.run(_call_other_units)
-    except RanksFailed as error:
-        outcome = error.outcome
-        assert outcome.raised and "of the unit of Linear" in str(error)
+    worlds(3).run(_call_other_units)

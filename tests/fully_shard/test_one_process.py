@@ -31,7 +31,7 @@ def test_a_step_of_any_rank(rank, shape, kind) -> None:
             assert recorder.counts["reduce_scatter_tensor"] == 4
             assert model.blocks[0].up.weight.grad.to_local().shape == (32 // shape[-1], 16)
         else:
-            assert recorder.counts == {"all_reduce": 4}
+            assert recorder.counts == {"all_reduce": 2}  # small blocks share a unit
         assert model.blocks[0].up.weight.grad.is_meta
         hp.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

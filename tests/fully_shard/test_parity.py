@@ -5,7 +5,16 @@ import torch
 
 import hyper_parallel as hp
 from hyper_parallel.platform import get_platform
-from tests.fully_shard.parity import Mlp, assert_all_sharded, batch, double, my_part, shard_blocks, trains_as_one_device
+from tests.fully_shard.parity import (
+    Mlp,
+    assert_all_sharded,
+    batch,
+    double,
+    my_part,
+    shard_blocks,
+    trains_as_one_device,
+    units,
+)
 from tests.tensor_parallel.small_modules import tp_plan
 from tests.tensor_parallel.toy import Decoder
 from tests.world import run_on_ranks
@@ -116,6 +125,7 @@ def test_automatic_units_and_lists() -> None:
     mesh = _mesh(2)
     ours = trains_as_one_device(double(Mlp), lambda m: hp.fully_shard(m, mesh=mesh, units="auto"), batch(8, 3), mesh)
     assert isinstance(ours.blocks[1], hp.HSDPModule)
+    assert len(units(ours)) == 2  # small blocks share a unit
 
     def shard(model):
         hp.fully_shard([model.blocks[0], model.blocks[2]], mesh=mesh)

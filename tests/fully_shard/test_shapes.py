@@ -80,9 +80,10 @@ def test_dtypes() -> None:
     )
 
 
-class _CountsWeightGradients(torch.autograd.Function):
-    computed = Counter()  # by rank
+_computed = Counter()  # gradients of weights, by rank
 
+
+class _CountsWeightGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight):
         ctx.save_for_backward(x, weight)
@@ -92,7 +93,7 @@ class _CountsWeightGradients(torch.autograd.Function):
     def backward(ctx, gradient):
         x, weight = ctx.saved_tensors
         if ctx.needs_input_grad[1]:
-            _CountsWeightGradients.computed[get_platform().get_rank()] += 1
+            _computed[get_platform().get_rank()] += 1
         return gradient @ weight, gradient.t() @ x if ctx.needs_input_grad[1] else None
 
 
@@ -117,7 +118,7 @@ def test_frozen(all_frozen) -> None:
     if all_frozen:
         model[1].requires_grad_(False)
     rank = get_platform().get_rank()
-    _CountsWeightGradients.computed[rank] = 0
+    _computed[rank] = 0
 
     def shard(ours):
         for one in ours:
@@ -126,7 +127,7 @@ def test_frozen(all_frozen) -> None:
 
     with hp.CommRecorder() as recorder:
         ours = trains_as_one_device(model, shard, batch(8, 3), mesh, num_steps=1)
-    assert _CountsWeightGradients.computed[rank] == 2 * (1 if all_frozen else 2)  # on one device and here
+    assert _computed[rank] == 2 * (1 if all_frozen else 2)  # on one device and here
     assert_all_sharded(ours)
     reduced = [record for record in recorder.records if record.op == "reduce_scatter_tensor"]
     # For each of two ranks 3 of 5 rows and a flag for each parameter: a linear layer, and what is trained beside it.

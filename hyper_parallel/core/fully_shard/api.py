@@ -189,7 +189,7 @@ def _shard(modules: list[Any], options: _Options, units: str | None, where: str)
     if units == "auto":
         for module in modules:
             for inner in find_units(module, options.ignored):
-                _make_unit([inner], options)
+                _make_unit(inner, options)
     _make_unit(modules, options)
     _make_root(modules, options.axes)
 

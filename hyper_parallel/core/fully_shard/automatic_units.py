@@ -1,4 +1,4 @@
-"""Units that nobody named: the items of lists of modules, if they are large enough to be worth a collective."""
+"""Units that nobody named: the items of lists of modules, so many that a unit is worth a collective."""
 
 from __future__ import annotations
 
@@ -10,28 +10,34 @@ from hyper_parallel.platform import get_platform
 
 _platform = get_platform()
 
-SMALLEST = 1 << 20  # bytes of a unit; smaller items stay with the module around them
+SMALLEST = 1 << 20  # bytes from which a unit is large enough
 
 
-def find_units(root: Any, ignored: set[int]) -> list[Any]:
-    """The modules inside ``root`` to make units of, from the inside out.
+def find_units(root: Any, ignored: set[int]) -> list[list[Any]]:
+    """The modules inside ``root`` to make units of, from the inside out, each unit a list of neighbours.
 
-    The items of lists of modules, of those lists that are in no item themselves. If all of them are small, so is the
-    model, and they are taken all the same: its units overlap, and a few bytes more are no matter.
+    The items of lists of modules, of those lists that are in no item themselves. Small ones are put together with those
+    behind them in their list, as a collective of a few bytes takes as long as one of many.
     """
-    items: list[Any] = []
+    units: list[list[Any]] = []
     inside: set[int] = set()
     for _, module in _platform.get_cells_and_names(root):
         if id(module) in inside or not _platform.is_container(module):
             continue
+        size = SMALLEST
         for item in _platform.items_of(module):
             if id(item) in inside or unit_of(item) is not None or _platform.is_container(item):
                 continue
             inside.update(id(one) for _, one in _platform.get_cells_and_names(item))
-            items.append(item)
-    sizes = [_num_bytes(item, ignored) for item in items]
-    large = [item for item, size in zip(items, sizes, strict=True) if size >= SMALLEST]
-    return large or [item for item, size in zip(items, sizes, strict=True) if size]
+            own = _num_bytes(item, ignored)
+            if not own:
+                continue
+            if size >= SMALLEST:
+                units.append([])
+                size = 0
+            units[-1].append(item)
+            size += own
+    return units
 
 
 def _num_bytes(module: Any, ignored: set[int]) -> int:

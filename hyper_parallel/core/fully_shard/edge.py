@@ -28,7 +28,7 @@ class EnterUnit(_platform.Function):  # type: ignore[name-defined]
         del shards
         ctx.unit, ctx.forward_pass, ctx.index = unit, forward_pass, index
         # For whoever looks which plain parameters a value was computed from: by result, None for distributed ones.
-        ctx.stands_for = [p.parameter if p.layouts.inside is None else None for p in unit.parameters]
+        ctx.stands_for = unit.plain_tensors
         _platform.leave_gradients_missing(ctx)
         values = unit.whole_tensors()
         frozen = [value for value, needs_grad in zip(values, unit.needs_grad, strict=True) if not needs_grad]
@@ -52,6 +52,5 @@ class EnterUnit(_platform.Function):  # type: ignore[name-defined]
 
 def enter(unit: Unit, forward_pass: ForwardPass, index: int) -> list[Any]:
     """The whole values of the unit's parameters, recorded."""
-    parameters = [p.parameter for p in unit.parameters]
-    blocks = _platform.without_interception(EnterUnit.apply, unit, forward_pass, index, *parameters)
-    return [p.value(block) for p, block in zip(unit.parameters, blocks, strict=True)]
+    blocks = _platform.without_interception(EnterUnit.apply, unit, forward_pass, index, *unit.tensors)
+    return unit.values(blocks)

@@ -179,4 +179,4 @@ class ForwardPass:
 
 def _unrecorded(unit: Unit) -> list[Any]:
     with _platform.no_grad():
-        return [p.value(block) for p, block in zip(unit.parameters, unit.whole_tensors(), strict=True)]
+        return unit.values(unit.whole_tensors())

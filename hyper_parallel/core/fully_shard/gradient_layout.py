@@ -36,13 +36,9 @@ class GradientLayout:
         ]
         is_large = {i for i, _ in self.large}
         self.packed = [(i, p) for i, p in self.parameters if i not in is_large]
-        self.starts: dict[int, int] = {}
-        end = 0
-        for i, p in self.packed:
-            self.starts[i] = end
-            end += p.segment
-        self.flags_start = end
-        self.width = end + len(self.parameters)
+        self.flags_start = sum(p.segment for _, p in self.packed)
+        self._sizes = [*(p.segment for _, p in self.packed), len(self.parameters)]  # the flags come last
+        self._shapes = [*(p.block_shape for _, p in self.packed), (len(self.parameters),)]
         self._flags: dict[Any, Any] = {}
 
     # ---------------------------------------------------------------- what is sent
@@ -90,13 +86,14 @@ class GradientLayout:
 
     # ---------------------------------------------------------------- what comes back
 
-    def block(self, i: int, p: ShardedParameter, results: Sequence[Any]) -> Any:
-        """This rank's part of a gradient out of the results: those of the large ones in order, then the packed one."""
-        for place, (index, _) in enumerate(self.large):
-            if index == i:
-                return results[place][: p.block_size].reshape(p.block_shape)
-        start = self.starts[i]
-        return results[-1][start : start + p.block_size].reshape(p.block_shape)
+    def blocks(self, results: Sequence[Any]) -> dict[int, Any]:
+        """This rank's part of each gradient, out of the results: those of the large ones in order, then the packed."""
+        found = {
+            i: _platform.parts_of(one, (p.segment,), (p.block_shape,))[0]
+            for (i, p), one in zip(self.large, results, strict=False)
+        }
+        parts = _platform.parts_of(results[-1], self._sizes, self._shapes)
+        return found | {i: part for (i, _), part in zip(self.packed, parts, strict=False)}
 
     def used_by_any(self, results: Sequence[Any]) -> list[bool]:
         """For each parameter, whether any rank used it: a look at values on the host."""

@@ -87,9 +87,10 @@ class Reduction:
             if any(self._missing[i] for i, _ in layout.parameters):
                 used = layout.used_by_any(results)
             results = [_platform.scale(result, factor) for result in results]
-            for (i, p), is_used in zip(layout.parameters, used, strict=True):
+            found = layout.blocks(self.unit.gradients.as_gradients(results, layout.parameters[0][1]))
+            for (i, _), is_used in zip(layout.parameters, used, strict=True):
                 if is_used or not self._missing[i]:
-                    blocks[i] = self.unit.gradients.as_gradient(p, layout.block(i, p, results))
+                    blocks[i] = found[i]
         return blocks
 
 
@@ -124,7 +125,4 @@ class InFlight:
 
     @staticmethod
     def _deliver(reduction: Reduction) -> None:
-        unit = reduction.unit
-        for p, block in zip(unit.parameters, reduction.finish(), strict=True):
-            if block is not None:
-                unit.gradients.deliver(p, block)
+        reduction.unit.gradients.deliver(reduction.finish())

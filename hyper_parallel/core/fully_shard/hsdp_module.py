@@ -78,7 +78,7 @@ class HSDPModule:
             unit.depth -= 1
             if unit.depth == 0:
                 unit.unshadow()
-                root.leave(unit, outputs)
+                root.leave(unit, self, outputs)
             return outputs
         except BaseException:
             root.leave_by_error(unit)

@@ -91,7 +91,7 @@ class Root:
         if following is not None and following.state == SHARDED:
             following.launch()
 
-    def leave(self, unit: Unit, outputs: Any) -> None:
+    def leave(self, unit: Unit, module: Any, outputs: Any) -> None:
         """A module of ``unit`` returns ``outputs``."""
         current = self._current
         assert current is not None
@@ -100,8 +100,12 @@ class Root:
             records = _platform.is_recording()
             if records:
                 current.leave(unit, outputs)
+        if len(unit.modules) > 1:
+            unit.called.add(id(module))
         for one in (unit, *unit.lenders):
             one.num_users -= 1
+            if one is unit and 0 < len(unit.called) < len(unit.modules):
+                continue  # others of its modules are still to come; the end of the pass gives back what never was
             if not current.is_recomputed and one.num_users == 0 and not (records and self._is_kept(one)):
                 one.free_between()
         self._depth -= 1
@@ -125,6 +129,9 @@ class Root:
         inner = [unit for unit in used if unit is not self.own_unit]
         self._last = inner[-1] if inner else None
         for unit in self.units:
+            if 0 < len(unit.called) < len(unit.modules) and not self._is_kept(unit):
+                unit.free_between()
+            unit.called.clear()
             if unit.state == "launched":
                 unit.free()  # prefetched, and not used after all
 

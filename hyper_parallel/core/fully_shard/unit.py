@@ -41,6 +41,9 @@ class Unit:
         self._kind = type(modules[0]).__name__
         self.name = ""
         self.parameters = list(parameters)
+        self._places = [place for p in self.parameters for place in p.places]
+        self.tensors = [p.parameter for p in self.parameters]  # as of the last look at them
+        self._has_distributed = any(p.layouts.inside is not None for p in self.parameters)
         self.mp_policy, self.offload_policy = mp_policy, offload_policy
         #: Units whose parameters modules of this one have too, with their places here.
         self.lenders: dict[Unit, list[tuple[ShardedParameter, list[Place]]]] = {}
@@ -55,6 +58,7 @@ class Unit:
         self.forward_prefetch: list[Unit] | None = None
         self.backward_prefetch: list[Unit] | None = None
         self.depth = 0  # of calls of its modules that are running
+        self.called: set[int] = set()  # which of its modules ran in the pass, if it has several
         self.num_users = 0  # units that are running and see its values: itself, and those that borrow from it
         self.state = SHARDED
         self.keeps_part = False  # of the whole values; see `FlatBuffer.keep_part`
@@ -111,8 +115,9 @@ class Unit:
             if found is not p.parameter:
                 p.take(found)
                 changed = True
-        tensors = [p.parameter for p in self.parameters]
-        self.needs_grad = _platform.which_need_grad(tensors)
+        if changed:
+            self.tensors = [p.parameter for p in self.parameters]
+        self.needs_grad = _platform.which_need_grad(self.tensors)
         if changed or not self._is_packed or not all(buffer.holds() for buffer in self.buffers):
             self.free(by_force=True)
             self.buffers = self._make_buffers()
@@ -123,7 +128,7 @@ class Unit:
 
     def writes(self) -> tuple[int, ...]:
         """What differs after any of the parameters was written to."""
-        return _platform.writes_into([p.parameter for p in self.parameters])
+        return _platform.writes_into(self.tensors)
 
     # ---------------------------------------------------------------- whole values
 
@@ -161,6 +166,7 @@ class Unit:
     def abandon(self) -> None:
         """Give the memory back after an error, also if a gather cannot be completed any more."""
         self.depth, self.num_users = 0, 0
+        self.called.clear()
         self.stays_readable = self.runs_backward = False
         self.unshadow()
         try:
@@ -197,6 +203,22 @@ class Unit:
                 made.append(block if dtype is None else _platform.tensor_type_cast(block, dtype))
         return made
 
+    def values(self, tensors: Sequence[Any]) -> list[Any]:
+        """What forward sees of :meth:`whole_tensors`."""
+        if not self._has_distributed:
+            return list(tensors)
+        return [p.value(tensor) for p, tensor in zip(self.parameters, tensors, strict=True)]
+
+    @property
+    def plain_tensors(self) -> list[Any]:
+        """The parameters that forward sees as plain tensors; None in the places of the others."""
+        if not self._has_distributed:
+            return self.tensors
+        return [
+            tensor if p.layouts.inside is None else None
+            for p, tensor in zip(self.parameters, self.tensors, strict=True)
+        ]
+
     def check_unwritten(self, writes: tuple[int, ...]) -> None:
         """Raise if a parameter was written to since ``writes`` was asked for."""
         now = self.writes()
@@ -232,27 +254,24 @@ class Unit:
 
     def shadow(self, values: dict[Unit, list[Any]]) -> None:
         """Let the modules see whole values in place of the parameters: of this unit and of those it borrows from."""
-        for p, value in zip(self.parameters, values[self], strict=True):
-            for module, name in p.places:
-                _platform.shadow(module, name, value)
+        own = values[self]
+        if len(self._places) != len(own):
+            own = [value for p, value in zip(self.parameters, own, strict=True) for _ in p.places]
+        _platform.shadow_all(self._places, own)
         for lender, lent in self.lenders.items():
             of_parameter = dict(zip(lender.parameters, values[lender], strict=True))
             for p, places in lent:
-                for module, name in places:
-                    _platform.shadow(module, name, of_parameter[p])
+                _platform.shadow_all(places, [of_parameter[p]] * len(places))
 
     def unshadow(self) -> None:
         """Let the modules see their own parameters; while backward runs through them, :meth:`leaves`."""
         if self.runs_backward:
             self.shadow({one: one.leaves() for one in (self, *self.lenders)})
             return
-        for p in self.parameters:
-            for module, name in p.places:
-                _platform.unshadow(module, name)
+        _platform.unshadow_all(self._places)
         for lent in self.lenders.values():
             for _, places in lent:
-                for module, name in places:
-                    _platform.unshadow(module, name)
+                _platform.unshadow_all(places)
 
     # Note [Recompute inside of a unit]
     # What is recomputed inside of a unit calls modules of it, and not the unit: so these see whole values while the

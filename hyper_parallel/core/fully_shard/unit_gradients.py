@@ -50,9 +50,7 @@ class UnitGradients:
         blocks = reduction.finish()
         if not self._has_main_gradients:
             return blocks
-        for p, block in zip(self.unit.parameters, blocks, strict=True):
-            if block is not None:
-                self.deliver(p, block)
+        self.deliver(blocks)
         return None
 
     def take_kept(self) -> None:
@@ -87,9 +85,9 @@ class UnitGradients:
             for i, p in enumerate(unit.parameters):
                 if unit.needs_grad[i]:
                     dtype = unit.compute_dtype(p) or p.parameter.dtype
-                    alike.setdefault((p.axes.key(), dtype), []).append((i, p))
+                    alike.setdefault((p.axes.key(), dtype, p.parameter.dtype), []).append((i, p))
             reduce_dtype = unit.mp_policy.reduce_dtype
-            self._layouts = [GradientLayout(group, dtype, reduce_dtype) for (_, dtype), group in alike.items()]
+            self._layouts = [GradientLayout(group, dtype, reduce_dtype) for (_, dtype, _), group in alike.items()]
             self._planned_for = wanted
         return self._layouts
 
@@ -113,25 +111,27 @@ class UnitGradients:
 
     # ---------------------------------------------------------------- results
 
-    def as_gradient(self, p: ShardedParameter, block: Any) -> Any:
-        """A reduced block as the sharded parameter wants it: its dtype, and in host memory where that is."""
+    def as_gradients(self, results: list[Any], p: ShardedParameter) -> list[Any]:
+        """Reduced values as sharded parameters like ``p`` want them: their dtype, and in host memory where they are."""
         dtype = _platform.str_to_dtype("float32") if self._has_main_gradients else p.parameter.dtype
-        if block.dtype != dtype:
-            block = _platform.tensor_type_cast(block, dtype)
+        results = [one if one.dtype == dtype else _platform.tensor_type_cast(one, dtype) for one in results]
         if isinstance(self.unit.offload_policy, CPUOffloadPolicy):
-            block = _platform.to_device(block, "cpu")
-        return block
+            results = [_platform.to_device(one, "cpu") for one in results]
+        return results
 
-    def deliver(self, p: ShardedParameter, block: Any) -> None:
-        """Add a finished block to the gradient of the sharded parameter."""
+    def deliver(self, blocks: list[Any]) -> None:
+        """Add finished blocks to the gradients of the sharded parameters."""
         if not self._has_main_gradients:
-            _platform.add_to_grad(p.parameter, block)
+            _platform.add_all_to_grad(self.unit.tensors, blocks)
             return
-        before = getattr(p.parameter, "main_grad", None)
-        if before is not None:
-            block = _platform.accumulate(_platform.detached(before), block, block.dtype)
-        lawful = p.layouts.between.gradient()
-        p.parameter.main_grad = _platform.as_dtensor(DTensor, _platform.detached(block), lawful, p.shape)
+        for p, block in zip(self.unit.parameters, blocks, strict=True):
+            if block is None:
+                continue
+            before = getattr(p.parameter, "main_grad", None)
+            if before is not None:
+                block = _platform.accumulate(_platform.detached(before), block, block.dtype)
+            lawful = p.layouts.between.gradient()
+            p.parameter.main_grad = _platform.as_dtensor(DTensor, _platform.detached(block), lawful, p.shape)
 
     def forget(self) -> None:
         """Drop what was kept."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -32,7 +33,7 @@ class ReturnableMemory(ABC):
         """The elements from ``offset``, as a vector that a collective may write into; call it while there is memory."""
 
     @abstractmethod
-    def tensor(self, offset: int, shape: Sequence[int]) -> Any:
+    def tensor(self, offset: int, shape: tuple[int, ...]) -> Any:
         """A tensor over the elements from ``offset``, called inside ``forward`` of an autograd function.
 
         Not a view: writes into the memory are no writes into this tensor for autograd. Code that asks takes it for a
@@ -106,6 +107,36 @@ class ParameterUnits(ABC):
     @abstractmethod
     def unshadow(module: Any, name: str) -> None:
         """Take back :meth:`shadow`; does nothing when there is none."""
+
+    # The same for lists, and what else is done for every parameter of a unit in every step: a framework may be quicker.
+
+    @classmethod
+    def shadow_all(cls, places: Sequence[tuple[Any, str]], tensors: Sequence[Any]) -> None:
+        """:meth:`shadow` at each place, a module and a name."""
+        for (module, name), tensor in zip(places, tensors, strict=True):
+            cls.shadow(module, name, tensor)
+
+    @classmethod
+    def unshadow_all(cls, places: Sequence[tuple[Any, str]]) -> None:
+        """:meth:`unshadow` at each place."""
+        for module, name in places:
+            cls.unshadow(module, name)
+
+    @classmethod
+    def add_all_to_grad(cls, parameters: Sequence[Any], blocks: Sequence[Any]) -> None:
+        """:meth:`add_to_grad` for each parameter whose block is not None."""
+        for parameter, block in zip(parameters, blocks, strict=True):
+            if block is not None:
+                cls.add_to_grad(parameter, block)
+
+    @classmethod
+    def parts_of(cls, vector: Any, sizes: Sequence[int], shapes: Sequence[Sequence[int]]) -> list[Any]:
+        """Consecutive parts of a vector, each of a size, of which the first elements are a tensor of a shape."""
+        parts, start = [], 0
+        for size, shape in zip(sizes, shapes, strict=True):
+            parts.append(vector[start : start + math.prod(shape)].reshape(tuple(shape)))
+            start += size
+        return parts
 
     @staticmethod
     @abstractmethod

@@ -69,7 +69,7 @@ class ReturnableMemory(parameter_units.ReturnableMemory):
     def part(self, offset: int, length: int) -> Tensor:
         return self._over(offset, (length,))
 
-    def tensor(self, offset: int, shape: Sequence[int]) -> Tensor:
+    def tensor(self, offset: int, shape: tuple[int, ...]) -> Tensor:
         made = self._over(offset, shape)
         self._made.append((weakref.ref(made), offset, tuple(shape)))
         return made

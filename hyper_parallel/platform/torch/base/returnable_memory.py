@@ -1,8 +1,9 @@
 """Memory on PyTorch that is given back while the tensors over it stay, and memory that parameters lie in side by side.
 
 Note [Memory that comes back]
-A storage is resized to nothing and back. Tensors over it are made by ``set_`` and are no views of each other: each has
-a version counter of its own, so that refilling the storage does not look like a write into what autograd has saved.
+A storage is resized to nothing and back. Tensors over it are made by ``set_`` and are no views of what is written to:
+they have version counters of their own, so that refilling the storage does not look like a write into what autograd has
+saved.
 What is read while the storage is empty is an error of PyTorch's or a crash, never garbage.
 """
 
@@ -43,6 +44,7 @@ class ReturnableMemory(parameter_units.ReturnableMemory):
         self._storage = self._flat.untyped_storage()
         self._storage.resize_(0)
         self._parts: dict[tuple[int, int], torch.Tensor] = {}
+        self._first: dict[tuple[int, tuple[int, ...]], torch.Tensor] = {}
         self._targets: tuple[Any, list[int], list[torch.Tensor]] | None = None
 
     def renew(self) -> None:
@@ -58,9 +60,14 @@ class ReturnableMemory(parameter_units.ReturnableMemory):
                 found = self._parts[offset, length] = self._flat[offset : offset + length]
         return found
 
-    def tensor(self, offset: int, shape: Sequence[int]) -> torch.Tensor:
-        made = torch.empty(0, dtype=self._flat.dtype, device=self._flat.device)
-        made.set_(self._storage, offset, shape)
+    def tensor(self, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
+        first = self._first.get((offset, shape))
+        if first is None:
+            with torch.inference_mode(False):
+                first = torch.empty(0, dtype=self._flat.dtype, device=self._flat.device)
+                first.set_(self._storage, offset, shape)
+            self._first[offset, shape] = first
+        made = first.detach()
         made._is_param = True  # type: ignore[attr-defined]  # what nn.Parameter's instance check looks at
         return made
 

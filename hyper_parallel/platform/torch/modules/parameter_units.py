@@ -9,6 +9,7 @@ see the registered parameter. A recurrent layer keeps a list of its weights besi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from hyper_parallel.platform.torch.private_api import (
 
 __all__ = [
     "accumulate",
+    "add_all_to_grad",
     "add_to_grad",
     "adds_to_leaves",
     "after_backward",
@@ -34,15 +36,19 @@ __all__ = [
     "leave_gradients_missing",
     "mark_not_differentiable",
     "parameter_at",
+    "parts_of",
     "runs_in_backward",
     "scale",
     "shadow",
+    "shadow_all",
     "unshadow",
+    "unshadow_all",
     "which_need_grad",
     "writes_into",
 ]
 
 _REQUIRES_GRAD: Any = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+_GRAD: Any = torch.Tensor.grad
 _VERSION: Any = torch.Tensor._version.__get__  # type: ignore[attr-defined]
 
 # ---------------------------------------------------------------- forward
@@ -74,7 +80,23 @@ def unshadow(module: nn.Module, name: str) -> None:
         _replace_flat_weight(module, name, module._parameters[name])
 
 
-def _replace_flat_weight(module: nn.RNNBase, name: str, tensor: Any) -> None:
+def shadow_all(places: Sequence[tuple[nn.Module, str]], tensors: Sequence[torch.Tensor]) -> None:
+    for (module, name), tensor in zip(places, tensors, strict=True):
+        own = module.__dict__
+        own[name] = tensor
+        if "_flat_weights" in own:
+            _replace_flat_weight(module, name, tensor)
+
+
+def unshadow_all(places: Sequence[tuple[nn.Module, str]]) -> None:
+    for module, name in places:
+        own = module.__dict__
+        own.pop(name, None)
+        if "_flat_weights" in own:
+            _replace_flat_weight(module, name, own["_parameters"][name])
+
+
+def _replace_flat_weight(module: Any, name: str, tensor: Any) -> None:
     # There is no public name for the list that forward reads; setting an attribute changes it in this way too.
     if name in module._flat_weights_names:
         module._flat_weights[module._flat_weights_names.index(name)] = tensor
@@ -149,11 +171,30 @@ def adds_to_leaves(ctx: Any) -> bool:
 
 def add_to_grad(parameter: torch.Tensor, block: torch.Tensor) -> None:
     with NoInterception():
-        gradient = torch.Tensor.grad.__get__(parameter)  # type: ignore[attr-defined]
+        gradient = _GRAD.__get__(parameter)
         if gradient is None:
-            torch.Tensor.grad.__set__(parameter, block)  # type: ignore[attr-defined]
+            _GRAD.__set__(parameter, block)
         else:
             torch.Tensor.add_(gradient, block)
+
+
+def add_all_to_grad(parameters: Sequence[torch.Tensor], blocks: Sequence[torch.Tensor | None]) -> None:
+    with NoInterception():
+        for parameter, block in zip(parameters, blocks, strict=True):
+            if block is None:
+                continue
+            gradient = _GRAD.__get__(parameter)
+            if gradient is None:
+                _GRAD.__set__(parameter, block)
+            else:
+                torch.Tensor.add_(gradient, block)
+
+
+def parts_of(vector: torch.Tensor, sizes: Sequence[int], shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    return [
+        part.view(shape) if part.shape[0] == prod(shape) else part[: prod(shape)].view(shape)
+        for part, shape in zip(vector.split(sizes), shapes, strict=True)
+    ]
 
 
 def writes_into(parameters: Sequence[torch.Tensor]) -> tuple[int, ...]:
