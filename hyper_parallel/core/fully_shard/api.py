@@ -248,7 +248,7 @@ def _make_root(modules: list[Any], axes: DataAxes) -> None:
             if unit not in root.units:
                 root.units.append(unit)
                 unit.root = root
-                unit.name = paths[id(unit.modules[0])]
+                unit.set_name(paths[id(unit.modules[0])])
         name_parameters(top)
     for unit in root.units:
         for p in unit.parameters:

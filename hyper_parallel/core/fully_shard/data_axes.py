@@ -31,6 +31,8 @@ class DataAxes:
             raise ValueError(
                 f"{where}: rank {mesh.get_rank()} is not part of {mesh}; call it on the ranks of the mesh only"
             )
+        self._shard_group: Any = None
+        self._replicate_group: Any = None
         self.num_shards = mesh.size(self.shard_axes) if self.shard_axes else 1
         self.num_replicas = mesh.size(self.replicate_axes) if self.replicate_axes else 1
 
@@ -41,11 +43,19 @@ class DataAxes:
 
     @property
     def shard_group(self) -> Any:
-        return self.mesh.get_group(self.shard_axes)
+        if self._shard_group is None:
+            self._shard_group = self.mesh.get_group(self.shard_axes)
+        return self._shard_group
 
     @property
     def replicate_group(self) -> Any:
-        return self.mesh.get_group(self.replicate_axes)
+        if self._replicate_group is None:
+            self._replicate_group = self.mesh.get_group(self.replicate_axes)
+        return self._replicate_group
+
+    def forget_groups(self) -> None:
+        """Ask the mesh for groups again: a program may have left its world and joined another."""
+        self._shard_group = self._replicate_group = None
 
     def check_inner(self, num_ranks: int, where: str) -> None:
         """Raise unless the ranks that shard can be divided into groups of ``num_ranks`` neighbours."""

@@ -32,7 +32,7 @@ class Reduction:
         self._kept: list[Any] = []  # what is being sent
         with unit.naming("reduction of the gradients"):
             for layout in layouts:
-                self._results.append(attributed(f"reduce {unit}", self._scatter, layout, gradients, device))
+                self._results.append(attributed(unit.reduce_reason, self._scatter, layout, gradients, device))
         self._is_scattered = False
 
     def _scatter(self, layout: GradientLayout, gradients: list[Any], device: Any) -> list[Any]:
@@ -70,7 +70,7 @@ class Reduction:
                 if layout.axes.num_replicas > 1:
                     group = layout.axes.replicate_group
                     self._handles += [
-                        attributed(f"reduce {self.unit}", _platform.all_reduce, result, group, True)[1]
+                        attributed(self.unit.reduce_reason, _platform.all_reduce, result, group, True)[1]
                         for result in results
                     ]
 

@@ -75,6 +75,8 @@ class Root:
         if not is_recomputed:
             if self._active:
                 self._recover()
+            for axes in {id(p.axes): p.axes for unit in self.units for p in unit.parameters[:1]}.values():
+                axes.forget_groups()
             for unit in self.units:
                 if unit.reshard_after_forward and unit.reshard_after_backward and not unit.outlives_backward:
                     unit.free()  # kept for a backward that never came, or is still to come

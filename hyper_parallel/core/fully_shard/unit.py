@@ -39,7 +39,7 @@ class Unit:
     ) -> None:
         self.modules = list(modules)
         self._kind = type(modules[0]).__name__
-        self.name = ""
+        self.set_name("")
         self.parameters = list(parameters)
         self._places = [place for p in self.parameters for place in p.places]
         self.tensors = [p.parameter for p in self.parameters]  # as of the last look at them
@@ -87,6 +87,11 @@ class Unit:
         if dtype is None or "float" not in _platform.dtype_name(parameter.parameter.dtype):
             return None
         return dtype
+
+    def set_name(self, name: str) -> None:
+        """Its path in the root, for messages and for who asks what was communicated."""
+        self.name = name
+        self.gather_reason, self.reduce_reason = f"gather {self}", f"reduce {self}"
 
     def __repr__(self) -> str:
         return f"unit {self.name!r}" if self.name else f"the unit of {self._kind}"
@@ -139,7 +144,7 @@ class Unit:
         self._writes = self.writes()
         with self.naming("gather of the parameters"):
             for buffer in self.buffers:
-                attributed(f"gather {self}", buffer.launch)
+                attributed(self.gather_reason, buffer.launch)
         self.state = LAUNCHED
 
     def bring(self) -> None:
