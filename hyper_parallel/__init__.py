@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 _DTENSOR = "hyper_parallel.core.dtensor"
 _SHARD = "hyper_parallel.core.shard"
 _MODULES = "hyper_parallel.core.modules"
+_FULLY_SHARD = "hyper_parallel.core.fully_shard"
 _TENSOR_PARALLEL = "hyper_parallel.core.tensor_parallel"
 _HOME_OF = {
     "get_platform": "hyper_parallel.platform",
@@ -52,6 +53,16 @@ _HOME_OF = {
     "draw": "hyper_parallel.drawing.drawing",
     "dry_run": "hyper_parallel.analysis.dry_run",
     "dry_run_classes": "hyper_parallel.analysis.dry_run",
+    "fully_shard": f"{_FULLY_SHARD}.api",
+    "replicate": f"{_FULLY_SHARD}.api",
+    "HSDPModule": f"{_FULLY_SHARD}.hsdp_module",
+    **dict.fromkeys(
+        ("CommFusionPolicy", "CPUOffloadPolicy", "MixedPrecisionPolicy", "OffloadPolicy"), f"{_FULLY_SHARD}.policies"
+    ),
+    "get_model_state_dict": f"{_FULLY_SHARD}.model_state",
+    "hsdp_sync_stream": f"{_FULLY_SHARD}.mean_share",
+    "share_of_mean": f"{_FULLY_SHARD}.mean_share",
+    "set_model_state_dict": f"{_FULLY_SHARD}.model_state",
     "explain": f"{_DTENSOR}.explain",
     "redistribute_local": f"{_DTENSOR}.tensor_redistribution",
     "DFunction": f"{_SHARD}.dfunction",

@@ -34,6 +34,7 @@ from hyper_parallel.platform.contract.groups import EXISTING_COMM_GROUPS as EXIS
 from hyper_parallel.platform.contract.groups import Groups
 from hyper_parallel.platform.contract.local_calls import LocalCalls
 from hyper_parallel.platform.contract.modules import Modules
+from hyper_parallel.platform.contract.parameter_units import ParameterUnits
 from hyper_parallel.platform.contract.state import State
 from hyper_parallel.platform.contract.streams import Streams
 from hyper_parallel.platform.contract.tensors import Tensors
@@ -56,6 +57,7 @@ class Platform(
     Gradients,
     Tensors,
     Modules,
+    ParameterUnits,
     ActivationMemory,
     Streams,
     State,

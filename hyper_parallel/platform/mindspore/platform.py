@@ -10,6 +10,7 @@ import mindspore
 from hyper_parallel.platform.contract.tables import takes_from
 from hyper_parallel.platform.mindspore.base import (
     devices,
+    returnable_memory,
     start,  # isort: split - the first of all: it checks and configures
     tensors,
 )
@@ -36,6 +37,7 @@ from hyper_parallel.platform.mindspore.modules import (
     micro_batch,
     modules,
     optimizer_state,
+    parameter_units,
     parameter_uses,
     raw_bits,
     state,
@@ -65,8 +67,10 @@ __all__ = ["MindSporePlatform", "added_methods", "start"]
     modules,
     optimizer_state,
     overlap,
+    parameter_units,
     parameter_uses,
     raw_bits,
+    returnable_memory,
     services,
     state,
     symmetric_memory,

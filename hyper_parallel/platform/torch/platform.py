@@ -10,7 +10,7 @@ import torch
 from hyper_parallel.platform.contract.tables import takes_from
 from hyper_parallel.platform.platform import Platform, PlatformType
 from hyper_parallel.platform.shared.membership import belongs_to_rank
-from hyper_parallel.platform.torch.base import devices, dtensor_base, rank_state, tensors  # noqa: F401
+from hyper_parallel.platform.torch.base import devices, dtensor_base, rank_state, returnable_memory, tensors  # noqa: F401
 from hyper_parallel.platform.torch.communication import (
     coalesced,
     collectives,
@@ -38,6 +38,7 @@ from hyper_parallel.platform.torch.modules import (
     micro_batch,
     modules,
     optimizer_state,
+    parameter_units,
     parameter_uses,
     raw_bits,
     state,
@@ -79,11 +80,13 @@ from hyper_parallel.platform.torch.takes_over import (
     optimizer_state,
     optimizer_steps,
     overlap,
+    parameter_units,
     parameter_uses,
     pretend_groups,
     python_bodies,
     random_state,
     raw_bits,
+    returnable_memory,
     state,
     symmetric_memory,
     tensors,

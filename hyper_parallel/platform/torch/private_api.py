@@ -85,3 +85,25 @@ def new_named_group(name: str, ranks: list[int], rank: int, store: Any, **option
     group, own_store = c10d._new_process_group_helper(len(ranks), rank, ranks, backend, store, name, **options)
     c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
     return group, own_store
+
+
+def call_at_end_of_backward(call: Any) -> None:
+    """Call ``call()`` when the backward that this thread runs has ended without an error."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
+
+
+def is_node_of_backward(node: Any) -> bool:
+    """Whether the running backward executes the node of the graph; RuntimeError for a leaf that torch.autograd.grad was
+    asked about.
+    """
+    return torch._C._will_engine_execute_node(node)
+
+
+_HOOKS: Any = torch.Tensor._backward_hooks
+_LATE_HOOKS: Any = torch.Tensor._post_accumulate_grad_hooks
+
+
+def hooks_of_leaf(node: Any) -> bool:
+    """Whether the leaf behind a node that adds to a leaf's gradient has hooks of either kind."""
+    leaf = node.variable
+    return bool(_HOOKS.__get__(leaf) or _LATE_HOOKS.__get__(leaf))

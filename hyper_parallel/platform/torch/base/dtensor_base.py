@@ -185,6 +185,8 @@ class DTensorBase(LawfulGradients, torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         with NoInterception():
             plain = torch.Tensor.detach(self)
+            if plain.untyped_storage().nbytes() > plain.numel() * plain.element_size():
+                plain = plain.clone()  # a part of a larger memory, all of which would be written
         is_param = isinstance(self, torch.nn.Parameter)
         layout = self._layout.to_dict()
         return _rebuild, (plain, layout, tuple(self._global_shape), self.requires_grad, is_param)

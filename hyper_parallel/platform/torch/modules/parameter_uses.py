@@ -17,17 +17,23 @@ def plain_parameters_behind(tensor: torch.Tensor, known: Iterable[Any]) -> list[
     del known
     found: dict[int, torch.nn.Parameter] = {}
     seen: set[Any] = set()
-    ahead = [tensor.grad_fn]
+    ahead: list[tuple[Any, int]] = [(tensor.grad_fn, tensor.output_nr)]
     while ahead:
-        node = ahead.pop()
-        if node is None or node in seen:
+        node, number = ahead.pop()
+        if node is None:
+            continue
+        # The edge by which parameters of a sharded unit enter: each of its results stands for one of them.
+        parameters = getattr(node, "stands_for", None)
+        if parameters is not None and parameters[number] is not None:
+            found[id(parameters[number])] = parameters[number]
+        if node in seen:
             continue
         seen.add(node)
         leaf = getattr(node, "variable", None)  # of the node that adds to a leaf's gradient
         if isinstance(leaf, torch.nn.Parameter) and not isinstance(leaf, DTensorBase):
             found[id(leaf)] = leaf
         elif not _is_own_edge(node):
-            ahead.extend(following for following, _ in node.next_functions)
+            ahead.extend(node.next_functions)
     return list(found.values())
 
 

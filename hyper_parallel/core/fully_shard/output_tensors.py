@@ -1,0 +1,31 @@
+"""The tensors in what a module gives: in tuples, lists, dicts, dataclasses, and in the attributes of objects."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from hyper_parallel.platform import get_platform
+
+_platform = get_platform()
+_MOST_LEVELS = 8
+
+
+def tensors_in(value: Any, levels: int = _MOST_LEVELS) -> list[Any]:
+    """Every tensor that can be found in ``value``, in order."""
+    if _platform.is_tensor(value):
+        return [value]
+    if value is None or isinstance(value, (str, bytes, int, float, complex)) or not levels:
+        return []
+    if isinstance(value, Mapping):
+        inner: Any = value.values()
+    elif isinstance(value, (tuple, list, set, frozenset)):
+        inner = value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        inner = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    elif isinstance(value, _platform.Module) or not hasattr(value, "__dict__") or isinstance(value, type):
+        return []
+    else:
+        inner = vars(value).values()
+    return [tensor for item in inner for tensor in tensors_in(item, levels - 1)]
