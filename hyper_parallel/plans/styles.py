@@ -17,9 +17,10 @@ from typing import Any
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.dtensor.mesh_axes import on_axes, replicated_on
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard
 from hyper_parallel.core.dtensor.skip_dispatch import SkipDTensorDispatch
-from hyper_parallel.core.modules.module_parameters import distribute_parameter, split_parameter
+from hyper_parallel.core.modules.module_parameters import compute_mesh, distribute_parameter, split_parameter
 from hyper_parallel.core.modules.placements import per_axis
 from hyper_parallel.core.shard.dispatching.mixing import implicit_replication
 from hyper_parallel.core.shard.dispatching.random_ops import same_draws
@@ -161,7 +162,8 @@ class GatherInputs(ParallelStyle):
                 if not isinstance(value, DTensor) or value._layout.is_replicated:
                     return value
                 if id(value) not in done:
-                    done[id(value)] = value.redistribute(value.device_mesh, value._layout.replicated())
+                    whole = replicated_on(value._layout, device_mesh)
+                    done[id(value)] = value.redistribute(value.device_mesh, whole)
                 return done[id(value)]
 
             return tuple(map(gather, args)), {name: gather(value) for name, value in kwargs.items()}
@@ -195,15 +197,29 @@ class ComputeReplicated(ParallelStyle):
                 distribute_parameter(inner, name, device_mesh, replicated, self.src_data_rank, where)
         skip = SkipDTensorDispatch()
         move = _mover(device_mesh, self.output or Replicate())
+        plain_mesh = compute_mesh(device_mesh)
+        first_inputs: list[DTensor | None] = []
 
         def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            distributed = (value for value in (*args, *kwargs.values()) if isinstance(value, DTensor))
+            first_inputs.append(next(distributed, None))
             plain = map_tensors(to_full_plain, (args, kwargs))
             skip.__enter__()
             return plain
 
         def after(_: Any, inputs: Any, outputs: Any) -> Any:
             skip.__exit__(None, None, None)
-            return map_tensors(lambda value: move(_as_replicated(value, device_mesh)), outputs)
+            like = first_inputs.pop()
+            mesh = plain_mesh if like is None else like.device_mesh
+
+            def leave(value: Any) -> Any:
+                value = _as_replicated(value, mesh)
+                if like is not None and tuple(value._global_shape) == tuple(like._global_shape):
+                    # on the axes that are not the style's, as the input came
+                    value = value.redistribute(mesh, replicated_on(like._layout.gradient(), device_mesh))
+                return move(value)
+
+            return map_tensors(leave, outputs)
 
         _platform.register_forward_pre_hook(module, before, with_kwargs=True)
         _platform.register_forward_hook(module, after, always_call=True)
@@ -246,8 +262,8 @@ def _mover(mesh: DeviceMesh, placement: Placement) -> Callable[[Any], Any]:
     def move(value: Any) -> Any:
         if not isinstance(value, DTensor) or value.ndim == 0:
             return value
-        layout = Layout.from_placements(mesh, placements, value.ndim)
-        return value if value._layout is layout else value.redistribute(mesh, layout)
+        layout = on_axes(value._layout, Layout.from_placements(mesh, placements, value.ndim))
+        return value if value._layout is layout else value.redistribute(layout.mesh, layout)
 
     return move
 
