@@ -216,7 +216,7 @@ class ComputeReplicated(ParallelStyle):
                 value = _as_replicated(value, mesh)
                 if like is not None and tuple(value._global_shape) == tuple(like._global_shape):
                     # on the axes that are not the style's, as the input came
-                    value = value.redistribute(mesh, replicated_on(like._layout.gradient(), device_mesh))
+                    value = value.redistribute(mesh, replicated_on(like._layout.reduced(), device_mesh))
                 return move(value)
 
             return map_tensors(leave, outputs)

@@ -8,6 +8,7 @@ from tests.world import run_on_ranks, small_or_sweep
 pytest.importorskip("transformers", reason='these models are in an extra: pip install "hyper-parallel[transformers]"')
 
 from tests.tensor_parallel.hugging_face import assert_same, batch, build, in_double, train
+from tests.tensor_parallel.test_reduced_later_models import hand_over
 
 only_on = "torch"  # models of transformers, which are PyTorch's
 TIMEOUT = 600
@@ -70,3 +71,30 @@ def test_other_axes_of_size_1_cost_nothing(name):
             counts.append(dict(recorder.counts))
         assert_same(got, _train(build(name), given), rtol=1e-9, atol=1e-9)
     assert counts[0] == counts[1] == counts[2]
+
+
+@run_on_ranks(2, timeout=TIMEOUT)
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "gemma2"])
+def test_parameters_that_a_wrapper_reduces_cost_nothing_until_then(name):
+    """Context parallelism alone: every weight is used with other tokens on every rank."""
+    mesh, given = _mesh(2), batch(name, length=13)
+    models = [build(name) for _ in range(3)]
+    sent = []
+    for model, is_later in zip(models, (None, False, True), strict=True):
+        inputs = given
+        if is_later is not None:
+            hp.parallelize_module(model, mesh, hp.plans.for_model(model), axes="tp")
+            inputs = _on_sequence(given, mesh)
+        if is_later:
+            hand_over(model, "cp")
+        with in_double():
+            loss = model(**inputs).loss
+            with hp.CommRecorder() as recorder:
+                loss.backward()
+        sums = [record.shape for record in recorder.records if record.op == "all_reduce"]
+        sent.append(sum(len(shape) <= 2 for shape in sums))  # of four dims: keys and values, which attention gathered
+    assert sent[1] >= len(list(models[0].parameters())) and sent[2] == 0, recorder.table()
+    want = {name: parameter.grad for name, parameter in models[0].named_parameters()}
+    for model in models[1:]:
+        got = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+        assert_same(got, want, rtol=1e-9, atol=1e-9)

@@ -8,6 +8,7 @@ whole mesh, these stay as they are; where it makes a tensor there, it is replica
 from __future__ import annotations
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+from hyper_parallel.core.dtensor.later_reduction import reduced_later
 from hyper_parallel.core.dtensor.layout import Layout
 
 
@@ -47,10 +48,12 @@ def on_axes(layout: Layout, part: Layout) -> Layout:
     partials = list(layout.partials)
     for axis, op in zip(axes, part.partials, strict=True):
         partials[axis] = op
+    later = [axis for axis in layout.reduced_later if axis not in axes]
     if held == wanted:
-        return layout.with_partials(partials)
+        return reduced_later(layout.with_partials(partials), later)
     kept = (tuple(axis for axis in outer if axis not in axes) for outer in layout.shard_axes)
-    return Layout.of(layout.mesh, [one + other for one, other in zip(kept, wanted, strict=True)], partials)
+    dims = [one + other for one, other in zip(kept, wanted, strict=True)]
+    return reduced_later(Layout.of(layout.mesh, dims, partials), later)
 
 
 def replicated_on(layout: Layout, part: DeviceMesh) -> Layout:

@@ -31,6 +31,7 @@ from hyper_parallel.core.modules.placements import Placements, check_placements,
 from hyper_parallel.core.modules.plain_parameters import refuse_sharded_uses
 from hyper_parallel.core.shard.dispatching.input_edges import bring_input
 from hyper_parallel.core.shard.dispatching.mixing import on_wider_mesh
+from hyper_parallel.core.shard.dispatching.reduce_later import by_the_law
 from hyper_parallel.core.tensor_parallel.fused_output import FusedOutput
 from hyper_parallel.core.tensor_parallel.head_share import HeadShare, rows_of
 from hyper_parallel.core.tensor_parallel.projection import plus_bias
@@ -272,7 +273,7 @@ class _Entrance:
 
     def __call__(self, x: Any) -> tuple[DTensor, Any]:
         """The input, replicated on the style's axes, and :func:`_own` for parameters that meet it."""
-        x = self.on_input(x)
+        x = by_the_law(self.on_input(x))
         if self.is_plain_behind and not replicated_elsewhere(x._layout, self.mesh):
             raise ValueError(
                 f"{self.where}: the output leaves as a plain local tensor, but the input lies under {x._layout}, and "
