@@ -70,6 +70,7 @@ _HOME_OF = {
     "implicit_replication": f"{_SHARD}.dispatching.mixing",
     "custom_shard": f"{_SHARD}.custom.custom_ops",
     "local_map": f"{_SHARD}.custom.custom_ops",
+    "reduce_later": f"{_SHARD}.dispatching.reduce_later",
     "register_op": f"{_SHARD}.custom.custom_ops",
     "strict": f"{_SHARD}.dispatching.strict_mode",
     "ShardingPlan": f"{_MODULES}.sharding_plan",

@@ -9,8 +9,10 @@ leads out of each half. The vocabulary is cut in the embedding and in the head, 
 from __future__ import annotations
 
 from hyper_parallel.core.dtensor.placement_types import Replicate, Shard
+from hyper_parallel.core.tensor_parallel.gather_inputs import GatherInputs
+from hyper_parallel.core.tensor_parallel.parameter_styles import ReplicateParameters
+from hyper_parallel.core.tensor_parallel.single_device_code import SingleDeviceCode, SingleDeviceModel
 from hyper_parallel.core.tensor_parallel.style import ColwiseParallel, ParallelStyle, RowwiseParallel
-from hyper_parallel.plans.styles import GatherInputs, ReplicateParameters, SingleDeviceCode, SingleDeviceModel
 
 Plan = dict[str, ParallelStyle | list[ParallelStyle]]
 

@@ -15,17 +15,15 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard
 from hyper_parallel.core.tensor_parallel.fused_and_head_styles import FusedColwiseParallel
-from hyper_parallel.core.tensor_parallel.style import ColwiseParallel, ParallelStyle, RowwiseParallel
-from hyper_parallel.plans.roles import BY_HAND, PlanError, Roles, read_roles
-from hyper_parallel.plans.styles import (
+from hyper_parallel.core.tensor_parallel.gather_inputs import GatherInputs
+from hyper_parallel.core.tensor_parallel.parameter_styles import ReplicateParameters, ShardAttention, ShardParameters
+from hyper_parallel.core.tensor_parallel.single_device_code import (
     ComputeReplicated,
-    GatherInputs,
-    ReplicateParameters,
-    ShardAttention,
-    ShardParameters,
     SingleDeviceCode,
     SingleDeviceModel,
 )
+from hyper_parallel.core.tensor_parallel.style import ColwiseParallel, ParallelStyle, RowwiseParallel
+from hyper_parallel.plans.roles import BY_HAND, PlanError, Roles, read_roles
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.shared.framework_of import kind_of
 

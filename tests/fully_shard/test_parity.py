@@ -53,7 +53,7 @@ def test_two_shard_axes() -> None:
     mesh = _mesh(2, 2, names=("dp", "cp"))
     shard = shard_blocks(mesh, shard_axes=("dp", "cp"))
     ours = trains_as_one_device(double(Mlp), shard, batch(8, 3), mesh)
-    assert ours.first.weight._layout.cuts == ((0, 1), ())
+    assert ours.first.weight._layout.shard_axes == ((0, 1), ())
     trains_as_one_device(double(Mlp), shard_blocks(mesh, shard_axes=("cp", "dp")), batch(8, 3), mesh)
 
 

@@ -9,7 +9,8 @@ from torch.utils.checkpoint import checkpoint
 
 import hyper_parallel as hp
 from hyper_parallel import models
-from hyper_parallel.plans.styles import ShardAttention, ShardParameters, SingleDeviceCode
+from hyper_parallel.core.tensor_parallel.parameter_styles import ShardAttention, ShardParameters
+from hyper_parallel.core.tensor_parallel.single_device_code import SingleDeviceCode
 from tests.tensor_parallel.toy import parts_joined
 from tests.world import run_on_ranks
 

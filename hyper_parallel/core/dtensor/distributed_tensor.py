@@ -153,6 +153,8 @@ class DTensor(_platform.DTensorBase):  # type: ignore[name-defined]
         ``grad_placements=[Partial()]`` for a replicated value of which every rank uses a different part.
         """
         tensor = self._completed()
+        if grad_placements is None and self._layout.reduced_later:
+            grad_placements = self._layout.reduced()
         if grad_placements is None or not _platform.needs_grad(tensor):
             return _platform.local_alias(tensor)
         arriving = _gradient_layout("to_local", self._layout, grad_placements, tuple(self._global_shape))
@@ -199,7 +201,7 @@ class DTensor(_platform.DTensorBase):  # type: ignore[name-defined]
 
     def reduce_partial(self) -> DTensor:
         """Pending reductions done, nothing else changed."""
-        return self.redistribute(self.device_mesh, self._layout.gradient())
+        return self.redistribute(self.device_mesh, self._layout.reduced())
 
     @classmethod
     def _hand_on(cls, func: Any, types: Any, args: Any, kwargs: Any) -> Any:

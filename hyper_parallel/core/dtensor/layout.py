@@ -48,6 +48,7 @@ class Layout:
 
     __slots__ = (
         "__weakref__", "_gradient", "_placed", "_placements", "_regions", "dim_axes", "mesh", "partials", "plans",
+        "reduced_later",
     )  # fmt: skip
 
     _gradient: Layout | None
@@ -57,6 +58,7 @@ class Layout:
     mesh: DeviceMesh
     dim_axes: DimAxes | None  # None: a mesh without a tensor yet, to be called with one
     partials: Partials
+    reduced_later: tuple[int, ...]  # axes on which the gradient of this replicated value stays partial
     plans: dict[Any, Any]  # what the planner and the dispatcher remember about this layout
 
     def __new__(
@@ -149,8 +151,10 @@ class Layout:
         return cls.from_aliases(mesh, placements)
 
     @classmethod
-    def _intern(cls, mesh: DeviceMesh, dim_axes: DimAxes | None, partials: Partials) -> Layout:
-        key = (mesh, dim_axes, partials)
+    def _intern(
+        cls, mesh: DeviceMesh, dim_axes: DimAxes | None, partials: Partials, later: tuple[int, ...] = ()
+    ) -> Layout:
+        key = (mesh, dim_axes, partials, later)
         layout = _interned.get(key)
         if layout is None:
             _check(mesh, dim_axes, partials)
@@ -158,14 +162,16 @@ class Layout:
                 layout = _interned.get(key)
                 if layout is None:
                     layout = object.__new__(cls)
-                    object.__setattr__(layout, "mesh", mesh)
-                    object.__setattr__(layout, "dim_axes", dim_axes)
-                    object.__setattr__(layout, "partials", partials)
-                    object.__setattr__(layout, "plans", {})
-                    object.__setattr__(layout, "_regions", {})
-                    object.__setattr__(layout, "_placed", set())
-                    object.__setattr__(layout, "_placements", None)
-                    object.__setattr__(layout, "_gradient", None)
+                    values = {"mesh": mesh, "dim_axes": dim_axes, "partials": partials, "reduced_later": later}
+                    remembered: dict[str, Any] = {
+                        "plans": {},
+                        "_regions": {},
+                        "_placed": set(),
+                        "_placements": None,
+                        "_gradient": None,
+                    }
+                    for name, value in {**values, **remembered}.items():
+                        object.__setattr__(layout, name, value)
                     _interned[key] = layout
         return layout
 
@@ -197,8 +203,6 @@ class Layout:
         if self.dim_axes is None:
             raise ValueError(f"{self} has no tensor yet; call it with one alias per tensor dim")
         return self.dim_axes
-
-    cuts = shard_axes  # as shard_sizes.py still calls it
 
     @property
     def placements(self) -> tuple[Placement, ...]:
@@ -320,9 +324,15 @@ class Layout:
         """The layout of the gradient, by the law: cut as the value is, whole where the value is whole or pending."""
         gradient = self._gradient
         if gradient is None:
-            gradient = self if not self.has_partial else Layout.of(self.mesh, self.shard_axes)
+            later = ["sum" if axis in self.reduced_later else None for axis in range(self.mesh.ndim)]
+            gradient = self.reduced() if not self.reduced_later else self.with_partials(later)
             object.__setattr__(self, "_gradient", gradient)
         return gradient
+
+    def reduced(self, pending: bool = True) -> Layout:
+        """The same shards of an ordinary value, pending reductions done, or with ``pending=False`` as they are."""
+        partials = () if pending else self.partials
+        return self if not (self.has_partial and pending) and not self.reduced_later else self.with_partials(partials)
 
     def replicated(self) -> Layout:
         """The layout of the same tensor whole on every rank."""
@@ -342,10 +352,11 @@ class Layout:
         """What is said of the dims: ``[dp, -]``, ``[-, -], partial sum over tp``."""
         dims = ", ".join("-" if not axes else "*".join(map(self.mesh.axis_label, axes)) for axes in self.shard_axes)
         partial = ", ".join(f"{op} over {self.mesh.axis_label(a)}" for a, op in enumerate(self.partials) if op)
-        return f"[{dims}]{', partial ' + partial if partial else ''}"
+        later = ", ".join(map(self.mesh.axis_label, self.reduced_later))
+        return f"[{dims}]{', partial ' + partial if partial else ''}{', reduced later over ' + later if later else ''}"
 
     def __reduce__(self) -> Any:
-        return Layout._intern, (self.mesh, self.dim_axes, self.partials)
+        return Layout._intern, (self.mesh, self.dim_axes, self.partials, self.reduced_later)
 
     def __copy__(self) -> Layout:
         return self

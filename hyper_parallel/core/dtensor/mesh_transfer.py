@@ -18,9 +18,9 @@ from hyper_parallel.platform.shared.region import Region
 
 def transfer_local(tensor: Any, source: Layout, target: Layout, shape: Shape) -> Any:
     """This rank's block under ``target``; called by every rank of either mesh."""
-    tensor = launch_transfer(tensor, source, target.gradient(), shape).wait()
+    tensor = launch_transfer(tensor, source, target.reduced(), shape).wait()
     if target.has_partial and target.mesh.get_coordinate() is not None:
-        tensor = redistribute_local(tensor, target.gradient(), target, shape)
+        tensor = redistribute_local(tensor, target.reduced(), target, shape)
     return tensor
 
 
@@ -30,7 +30,7 @@ def launch_transfer(tensor: Any, source: Layout, target: Layout, shape: Shape) -
     """
     assert not target.has_partial, target
     if source.has_partial:
-        reduced = source.gradient()
+        reduced = source.reduced()
         if source.mesh.get_coordinate() is not None:
             tensor = redistribute_local(tensor, source, reduced, shape)
         source = reduced
@@ -44,7 +44,7 @@ def outside_shape(shape: Shape) -> Shape:
 
 def bytes_moved(source: Layout, target: Layout, shape: Shape, item_size: int) -> int:
     """Bytes that cross between ranks when a tensor goes from one mesh to another, pending reductions apart."""
-    holders = _holders(source.gradient(), shape)
+    holders = _holders(source.reduced(), shape)
     moved = 0
     for rank in target.mesh.rank_list:
         wanted = target.local_region(shape, target.mesh.coordinate_of(rank))

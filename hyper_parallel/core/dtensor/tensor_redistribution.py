@@ -45,7 +45,7 @@ def bound_steps(source: Layout, target: Layout, shape: Shape) -> tuple[Callable[
         following = (*plan.steps[1:], None)
         plan.bound = (
             world,
-            tuple(_bind(step, shape, after) for step, after in zip(plan.steps, following, strict=True)),
+            tuple(_bind(step, shape, after) for step, after in zip(plan.steps, following, strict=False)),
         )
     return plan.bound[1]
 

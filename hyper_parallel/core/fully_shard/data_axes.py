@@ -149,12 +149,12 @@ def _joined(axes: DataAxes, parameter: Any, where: str) -> tuple[DeviceMesh, lis
             'mesh, as in mesh["dp"] and mesh["tp"]'
         ) from None
     offset = axes.mesh.ndim
-    return joint, [tuple(axis + offset for axis in cut) for cut in layout.cuts], layout
+    return joint, [tuple(axis + offset for axis in cut) for cut in layout.shard_axes], layout
 
 
 def _on_joint_mesh(axes: DataAxes, layout: Layout, where: str) -> tuple[DeviceMesh, list[Any], Layout | None]:
     """Of a parameter that lies on the data axes too, whole there."""
-    mesh, cuts = layout.mesh, layout.cuts
+    mesh, cuts = layout.mesh, layout.shard_axes
     data = [mesh.axis_index(axes.mesh.axis_label(axis)) for axis in range(axes.mesh.ndim)]
     cut_twice = [mesh.axis_label(axis) for cut in cuts for axis in cut if axis in data]
     if cut_twice:

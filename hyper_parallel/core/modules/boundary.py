@@ -11,6 +11,11 @@ A plain block does not tell how long the whole is, and a rank cannot guess by it
 and wait for each other in different collectives. So where the module does not know the length (a linear layer knows its
 inputs), blocks are taken to be equal, and the ranks compare their sizes behind the program's back. Uneven blocks stay
 distributed: ``use_local_output=False``.
+
+Note [Values on a wider mesh]
+A boundary on ``mesh["tp"]`` takes values on ``mesh`` too: it moves them along ``tp`` and leaves the other axes alone. A
+value that is sharded on another axis does not leave as a plain block: nothing would tell the next module of that axis,
+and code in between would compute with a part of the batch or the sequence as if it were the whole.
 """
 
 from __future__ import annotations
@@ -21,7 +26,9 @@ from hyper_parallel.core.dtensor.autograd_edges import FromLocal
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.dtensor.mesh_axes import axes_within, on_axes, replicated_elsewhere, widened
 from hyper_parallel.core.dtensor.placement_types import Partial
+from hyper_parallel.core.modules.module_parameters import compute_mesh
 from hyper_parallel.core.modules.plain_parameters import refuse_sharded_uses
 from hyper_parallel.platform import get_platform
 
@@ -36,7 +43,8 @@ _MAX_TAKEN = 4096
 class InputBoundary:
     """A value on its way into a module: taken to lie under ``given`` when it is plain, moved to ``wanted``.
 
-    Without ``given`` a plain value stays plain; without ``wanted`` a value stays where it lies.
+    Both are about the axes of ``mesh``; see Note [Values on a wider mesh]. Without ``given`` a plain value stays plain;
+    without ``wanted`` a value stays where it lies.
     """
 
     def __init__(
@@ -48,8 +56,10 @@ class InputBoundary:
         lengths: dict[int, int] | None = None,
     ) -> None:
         self.mesh, self.given, self.wanted, self.where = mesh, given, wanted, where
+        self.plain_mesh = compute_mesh(mesh)  # on which plain values lie
         self.lengths = lengths or {}  # dim -> length of the whole, where the module knows it
         self._layouts: dict[tuple[Any, int], Layout] = {}
+        self._targets: dict[Layout, Layout] = {}
         self._taken: set[tuple[Layout, tuple[int, ...], Any]] = set()
         self._is_checked = False
 
@@ -58,15 +68,24 @@ class InputBoundary:
             if self.given is None or not _platform.is_tensor(value):
                 return value
             value = self._wrap(value)
-        elif value.device_mesh is not self.mesh and value.device_mesh != self.mesh:
+        target = self._target(value._layout)
+        return value if value._layout is target else value.redistribute(target.mesh, target)
+
+    def _target(self, layout: Layout) -> Layout:
+        """Where a value under ``layout`` is moved to."""
+        target = self._targets.get(layout)
+        if target is not None:
+            return target
+        if axes_within(self.mesh, layout.mesh) is None:
             raise ValueError(
-                f"{self.where}: the input is on {value.device_mesh}, but the module was parallelized on {self.mesh}; "
+                f"{self.where}: the input is on {layout.mesh}, but the module was parallelized on {self.mesh}; "
                 "redistribute it, or parallelize both on one mesh"
             )
-        if self.wanted is None:
-            return value
-        target = self._layout(self.wanted, value.ndim)
-        return value if value._layout is target else value.redistribute(self.mesh, target)
+        target = layout if self.wanted is None else on_axes(layout, self._layout(self.wanted, layout.ndim))
+        if len(self._targets) >= _MAX_TAKEN:
+            self._targets.clear()
+        self._targets[layout] = target
+        return target
 
     def _layout(self, placements: Spelling, ndim: int) -> Layout:
         try:
@@ -82,7 +101,7 @@ class InputBoundary:
 
     def _wrap(self, plain: Any) -> DTensor:
         assert self.given is not None
-        layout = self._layout(self.given, plain.ndim)
+        layout = widened(self._layout(self.given, plain.ndim), self.plain_mesh)
         memory = getattr(plain, _MEMORY, None)
         if memory is not None:
             remembered, version = memory.get(layout, (None, None))
@@ -94,7 +113,7 @@ class InputBoundary:
             self._is_checked = True
         shape = self._global_shape(plain, layout)
         if shape is None:
-            return DTensor.from_local(plain, self.mesh, layout)
+            return DTensor.from_local(plain, self.plain_mesh, layout)
         if not needs_grad or _platform.is_leaf(plain):
             return self._from_local(plain, layout, shape)
         self._check_block(plain, layout, shape)
@@ -111,8 +130,8 @@ class InputBoundary:
         known = (layout, shape, plain.shape)
         if known in self._taken and _platform.is_dense_tensor(plain):
             return _platform.as_dtensor(DTensor, _platform.alias(plain), layout, shape)
-        made = DTensor.from_local(plain, self.mesh, layout, shape=shape)
-        if self.mesh.get_coordinate() is not None:
+        made = DTensor.from_local(plain, self.plain_mesh, layout, shape=shape)
+        if self.plain_mesh.get_coordinate() is not None:
             if len(self._taken) >= _MAX_TAKEN:
                 self._taken.clear()
             self._taken.add(known)
@@ -150,7 +169,16 @@ class OutputBoundary:
 
     def __call__(self, value: Any) -> Any:
         value = self.move(value)
-        return to_plain_local(value) if self.local and isinstance(value, DTensor) else value
+        return self.plain(value) if self.local and isinstance(value, DTensor) else value
+
+    def plain(self, value: DTensor) -> Any:
+        """This rank's block; see Note [Values on a wider mesh]."""
+        if not replicated_elsewhere(value._layout, self.move.mesh):
+            raise ValueError(
+                f"{self.move.where}: its output lies under {value._layout}, and as a plain local tensor it would lose "
+                f"what is not on the axes of {self.move.mesh}; keep it distributed with use_local_output=False"
+            )
+        return to_plain_local(value)
 
 
 def _written(plain: Any) -> tuple[int, int]:

@@ -1,4 +1,8 @@
-"""Making the parameters of one module distributed; a parameter that several modules share stays one."""
+"""Making the parameters of one module distributed; a parameter that several modules share stays one.
+
+A style acts on the axes of the mesh that it is given, and its parameters lie there; under ``parallelize_module`` with
+``axes=`` they lie on the whole of the wider mesh, replicated on its other axes.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.distribute import distribute_tensor
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.dtensor.mesh_axes import axes_within, widened
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate
 from hyper_parallel.core.modules.initial_values import carry_initial_values
 from hyper_parallel.platform import get_platform
@@ -25,18 +30,22 @@ class _Ties(threading.local):
     def __init__(self) -> None:
         self.replaced: dict[int, tuple[Any, Any, str]] | None = None
         self.split: dict[int, tuple[Any, dict[str, Any], str]] = {}
+        self.mesh: DeviceMesh | None = None
 
 
 _ties = _Ties()
 
 
 @contextmanager
-def keeping_ties(root: Any) -> Iterator[None]:
-    """Inside, a parameter of ``root`` that is replaced in one module is replaced in every module that has it."""
-    before = _ties.replaced, _ties.split
+def keeping_ties(root: Any, mesh: DeviceMesh | None = None) -> Iterator[None]:
+    """Inside, a parameter of ``root`` that is replaced in one module is replaced in every module that has it.
+
+    Parameters that a style lays on some axes of ``mesh`` lie on all of them.
+    """
+    before = _ties.replaced, _ties.split, _ties.mesh
     replaced: dict[int, tuple[Any, Any, str]] = {}
     split: dict[int, tuple[Any, dict[str, Any], str]] = {}
-    _ties.replaced, _ties.split = replaced, split
+    _ties.replaced, _ties.split, _ties.mesh = replaced, split, mesh
     try:
         yield
         for path, module in _platform.get_cells_and_names(root):
@@ -49,7 +58,13 @@ def keeping_ties(root: Any) -> Iterator[None]:
                 if id(parameter) in replaced:
                     _platform.install_parameter(module, name, replaced[id(parameter)][1])
     finally:
-        _ties.replaced, _ties.split = before
+        _ties.replaced, _ties.split, _ties.mesh = before
+
+
+def compute_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Where the parameters and plain inputs of a style that acts on ``mesh`` lie: there, or on a wider mesh."""
+    wider = _ties.mesh
+    return mesh if wider is None or axes_within(mesh, wider) is None else wider
 
 
 def distribute_parameter(
@@ -62,7 +77,8 @@ def distribute_parameter(
     parameter = _platform.own_parameters(module).get(name)
     if parameter is None:
         return
-    layout = Layout.from_placements(mesh, placements, parameter.ndim)
+    layout = _layout_of(parameter, mesh, placements)
+    mesh = layout.mesh
     if _ties.replaced is not None and id(parameter) in _ties.replaced:
         _, new, first = _ties.replaced[id(parameter)]
         if new._layout is not layout:
@@ -107,7 +123,8 @@ def split_parameter(
     if id(parameter) in _ties.split:
         _, made, first = _ties.split[id(parameter)]
         if made.keys() != parts.keys() or any(
-            one.shape[dim] != parts[part][0] or one.placements != parts[part][1] for part, one in made.items()
+            one.shape[dim] != parts[part][0] or one._layout is not _layout_of(one, mesh, parts[part][1])
+            for part, one in made.items()
         ):
             raise ValueError(f"{where}: its parameter {name!r} is shared with {first}, which splits it otherwise")
         for part, one in made.items():
@@ -126,6 +143,10 @@ def split_parameter(
         if _ties.replaced is not None:
             _ties.split[id(parameter)] = (parameter, {part: own[part] for part in parts}, where)
     _platform.install_parameter(module, name, None)
+
+
+def _layout_of(parameter: Any, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Layout:
+    return widened(Layout.from_placements(mesh, placements, parameter.ndim), compute_mesh(mesh))
 
 
 def _refuse_deferred(parameter: Any, name: str, where: str) -> None:

@@ -17,18 +17,21 @@ those few of keys and values.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.dtensor.mesh_axes import axes_within, on_axes, replicated_elsewhere, widened
 from hyper_parallel.core.dtensor.placement_types import Partial, Replicate, Shard
 from hyper_parallel.core.modules.boundary import InputBoundary, OutputBoundary
 from hyper_parallel.core.modules.module_parameters import distribute_parameter, split_parameter
 from hyper_parallel.core.modules.placements import Placements, check_placements, per_axis
 from hyper_parallel.core.modules.plain_parameters import refuse_sharded_uses
 from hyper_parallel.core.shard.dispatching.input_edges import bring_input
+from hyper_parallel.core.shard.dispatching.mixing import on_wider_mesh
+from hyper_parallel.core.shard.dispatching.reduce_later import by_the_law
 from hyper_parallel.core.tensor_parallel.fused_output import FusedOutput
 from hyper_parallel.core.tensor_parallel.head_share import HeadShare, rows_of
 from hyper_parallel.core.tensor_parallel.projection import plus_bias
@@ -113,7 +116,7 @@ class HeadParallel(ParallelStyle):
             on_input = InputBoundary(
                 device_mesh, per_axis(self.input_layouts or Replicate(), device_mesh), replicated, where
             )
-            forward = _RowsOfReplicated(linear, dims[0], rows, on_input)
+            forward = _RowsOfReplicated(linear, dims[0], rows, on_input, where)
         _platform.replace_forward(module, forward)
         return module
 
@@ -180,7 +183,7 @@ class FusedColwiseParallel(ParallelStyle):
         replicated = (Replicate(),) * device_mesh.ndim
         on_input = InputBoundary(device_mesh, per_axis(self.input_layouts, device_mesh), replicated, where)
         widths = None if self.use_local_output else tuple(self.parts.values())
-        _platform.replace_forward(module, _Parts(linear, dims[0], indices, "bias" in own, on_input, widths))
+        _platform.replace_forward(module, _Parts(linear, dims[0], indices, "bias" in own, on_input, widths, where))
         return module
 
     def _split(self, module: Any, mesh: DeviceMesh, dim: int, where: str) -> dict[str, Any]:
@@ -219,14 +222,15 @@ class FusedColwiseParallel(ParallelStyle):
 class _RowsOfReplicated:
     """forward of a linear layer of which a rank uses some rows."""
 
-    def __init__(self, linear: Any, dim: int, rows: Any, on_input: InputBoundary) -> None:
-        self.linear, self.dim, self.rows, self.on_input = linear, dim, rows, on_input
+    def __init__(self, linear: Any, dim: int, rows: Any, on_input: InputBoundary, where: str) -> None:
+        self.linear, self.dim, self.rows = linear, dim, rows
+        self.enter = _Entrance(on_input, where, is_plain_behind=True)
 
     def __call__(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         (x,) = args or kwargs.values()
-        weight = _own(module.weight, self.dim, self.rows)
-        bias = None if module.bias is None else _own(module.bias, 0, self.rows)
-        return self.linear(_varying(self.on_input(x)), weight, bias)
+        x, own = self.enter(x)
+        bias = None if module.bias is None else own(module.bias, 0, self.rows)
+        return self.linear(_varying(x, self.enter.mesh), own(module.weight, self.dim, self.rows), bias)
 
 
 class _Parts:
@@ -240,19 +244,50 @@ class _Parts:
         has_bias: bool,
         on_input: InputBoundary,
         widths: tuple[int, ...] | None,
+        where: str,
     ) -> None:
         self.linear, self.dim, self.indices, self.has_bias = linear, dim, indices, has_bias
-        self.on_input, self.widths = on_input, widths
+        self.widths = widths
+        self.enter = _Entrance(on_input, where, is_plain_behind=widths is None)
 
     def __call__(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         (x,) = args or kwargs.values()
-        weights = [_own(getattr(module, f"weight_{part}"), self.dim, rows) for part, rows in self.indices.items()]
+        x, own = self.enter(x)
+        weights = [own(getattr(module, f"weight_{part}"), self.dim, rows) for part, rows in self.indices.items()]
         bias = None
         if self.has_bias:
-            pieces = [_own(getattr(module, f"bias_{part}"), 0, rows) for part, rows in self.indices.items()]
+            pieces = [own(getattr(module, f"bias_{part}"), 0, rows) for part, rows in self.indices.items()]
             bias = _platform.cat(pieces, 0)
-        product = self.linear(_varying(self.on_input(x)), _platform.cat(weights, self.dim), bias)
-        return product if self.widths is None else FusedOutput.of_blocks(product, self.widths, self.on_input.mesh)
+        product = self.linear(_varying(x, self.enter.mesh), _platform.cat(weights, self.dim), bias)
+        if self.widths is None:
+            return product
+        sharded = Layout.from_placements(self.enter.mesh, (Shard(-1),) * self.enter.mesh.ndim, x.ndim)
+        return FusedOutput.of_blocks(product, self.widths, on_axes(x._layout, sharded), tuple(x._global_shape[:-1]))
+
+
+class _Entrance:
+    """An input on its way into a product of plain blocks, and the blocks of parameters that it meets there."""
+
+    def __init__(self, on_input: InputBoundary, where: str, is_plain_behind: bool) -> None:
+        self.on_input, self.mesh, self.where, self.is_plain_behind = on_input, on_input.mesh, where, is_plain_behind
+
+    def __call__(self, x: Any) -> tuple[DTensor, Any]:
+        """The input, replicated on the style's axes, and :func:`_own` for parameters that meet it."""
+        x = by_the_law(self.on_input(x))
+        if self.is_plain_behind and not replicated_elsewhere(x._layout, self.mesh):
+            raise ValueError(
+                f"{self.where}: the output leaves as a plain local tensor, but the input lies under {x._layout}, and "
+                f"what is not on the axes of {self.mesh} would be lost; use ColwiseParallel(use_local_output=False) "
+                "or, without num_heads, FusedColwiseParallel(use_local_output=False)"
+            )
+        if x._layout.has_partial or x._layout.shard_axes[-1]:  # on axes that are not the style's
+            x = x.redistribute(x.device_mesh, Layout.of(x.device_mesh, (*x._layout.shard_axes[:-1], ())))
+        met = {axis for sharding in x._layout.shard_axes for axis in sharding}
+
+        def own(parameter: DTensor, dim: int, rows: Any) -> Any:
+            return _own(parameter, dim, rows, self.mesh, x.device_mesh, met)
+
+        return x, own
 
 
 class _OutputOfHeads:
@@ -275,24 +310,32 @@ class _OutputOfHeads:
         if not self._is_checked and _platform.needs_grad(x):
             refuse_sharded_uses(x, Layout.from_placements(self.mesh, (Shard(-1),) * self.mesh.ndim, x.ndim), self.where)
             self._is_checked = True
-        product = self.linear(x, _own(module.weight, self.dim, self.columns), None)
-        partial = (Partial(),) * self.mesh.ndim
-        out = self.on_output.move(DTensor.from_local(product, self.mesh, partial, shape=tuple(product.shape)))
+        mesh = self.on_output.move.plain_mesh
+        product = self.linear(x, _own(module.weight, self.dim, self.columns, self.mesh, mesh), None)
+        partial = widened(Layout.from_placements(self.mesh, (Partial(),) * self.mesh.ndim, product.ndim), mesh)
+        out = self.on_output.move(DTensor.from_local(product, mesh, partial, shape=tuple(product.shape)))
         if module.bias is not None:
             out = plus_bias(out, module.bias)
         return self.on_output(out)
 
 
-def _own(parameter: Any, dim: int, rows: Any) -> Any:
-    """What this rank multiplies with: its block of a cut parameter, or ``rows`` of a whole one.
+def _own(parameter: DTensor, dim: int, rows: Any, part: DeviceMesh, mesh: DeviceMesh, met: Collection[int] = ()) -> Any:
+    """What this rank multiplies with: its block of a cut parameter, or ``rows`` of a whole one, on ``mesh``.
 
-    backward: nothing for a block; the sum over all ranks for rows of a whole parameter.
+    ``met`` are the axes of ``mesh`` on which every rank multiplies it with something else; along ``part``, the axes of
+    the style, that is so where ranks use rows of their own.
+    backward: the sum over these axes, on which the parameter is replicated.
     """
-    if rows is None:
+    if parameter.device_mesh is not mesh:
+        parameter = on_wider_mesh(parameter, mesh)
+    varying = {*met, *(() if rows is None else axes_within(part, mesh) or ())}
+    if not varying:
         return parameter.to_local()
-    partial = (Partial(),) * parameter.device_mesh.ndim
-    replicated = parameter.to_local(grad_placements=partial)
-    return replicated.index_select(dim, rows) if rows.shape[0] else NoRows.apply(replicated, dim)
+    arriving = parameter._layout.with_partials(["sum" if axis in varying else None for axis in range(mesh.ndim)])
+    block = parameter.to_local(grad_placements=arriving)
+    if rows is None:
+        return block
+    return block.index_select(dim, rows) if rows.shape[0] else NoRows.apply(block, dim)
 
 
 class NoRows(_platform.Function):  # type: ignore[name-defined]
@@ -310,9 +353,9 @@ class NoRows(_platform.Function):  # type: ignore[name-defined]
         return _platform.full_like(ctx.like, 0), None
 
 
-def _varying(x: Any) -> Any:
-    """The plain block of a whole input that each rank uses for something else; backward: one all-reduce."""
-    axes = tuple(axis for axis, size in enumerate(x.device_mesh.shape) if size > 1)
+def _varying(x: DTensor, part: DeviceMesh) -> Any:
+    """The plain block of an input that each rank along ``part`` uses for something else; backward: one all-reduce."""
+    axes = tuple(axis for axis in axes_within(part, x.device_mesh) or () if x.device_mesh.shape[axis] > 1)
     return _platform.local_alias(bring_input(x, x._layout, axes))
 
 

@@ -15,10 +15,8 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.dtensor.placement_types import Shard
 from hyper_parallel.platform import get_platform
 
 _platform = get_platform()
@@ -34,10 +32,12 @@ class FusedOutput(DTensor):
     _in_order: DTensor | None = None
 
     @staticmethod
-    def of_blocks(blocks: Any, widths: Sequence[int], mesh: DeviceMesh) -> FusedOutput:
-        """The tensor of which ``blocks``, joined, are this rank's blocks of parts of the given ``widths``."""
-        layout = Layout.from_placements(mesh, (Shard(-1),) * mesh.ndim, blocks.ndim)
-        made = _platform.as_dtensor(FusedOutput, blocks, layout, (*blocks.shape[:-1], sum(widths)))
+    def of_blocks(blocks: Any, widths: Sequence[int], layout: Layout, leading: tuple[int, ...]) -> FusedOutput:
+        """The tensor of which ``blocks``, joined, are this rank's blocks of parts of the given ``widths``.
+
+        ``layout`` is that of each part, sharded on the last dim; ``leading`` are the sizes of the other dims.
+        """
+        made = _platform.as_dtensor(FusedOutput, blocks, layout, (*leading, sum(widths)))
         made._widths = tuple(widths)
         return made
 
@@ -79,7 +79,8 @@ class FusedOutput(DTensor):
     def _completed(self) -> DTensor:
         """The whole as an ordinary tensor. forward: an all-gather of each part; backward: what their gradients need."""
         if self._in_order is None:
-            parts = [part.redistribute(self.device_mesh, self._layout.replicated()) for part in self._apart()]
+            gathered = Layout.of(self.device_mesh, (*self._layout.shard_axes[:-1], ()))
+            parts = [part.redistribute(self.device_mesh, gathered) for part in self._apart()]
             joined = _platform.cat(parts, -1)
             self._in_order = joined.redistribute(self.device_mesh, self._layout)
         return self._in_order
@@ -112,7 +113,7 @@ def _joined(parts: Sequence[DTensor], widths: Sequence[int]) -> DTensor:
     if len(parts) == 1:
         return parts[0]
     blocks = _platform.cat([_platform.local_alias(part) for part in parts], -1)
-    return FusedOutput.of_blocks(blocks, widths, parts[0].device_mesh)
+    return FusedOutput.of_blocks(blocks, widths, parts[0]._layout, tuple(parts[0]._global_shape[:-1]))
 
 
 def _ordered(value: Any) -> Any:

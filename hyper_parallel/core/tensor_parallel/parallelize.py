@@ -22,6 +22,7 @@ def parallelize_module(
     device_mesh: DeviceMesh | None = None,
     parallelize_plan: Plan | None = None,
     *,
+    axes: str | Sequence[str] | None = None,
     src_data_rank: int | None = 0,
 ) -> Any:
     """Make a module parallel over a mesh, in place; the module.
@@ -30,7 +31,9 @@ def parallelize_module(
     ``*`` in a path stands for any one name (``"layers.*.mlp.w1"``), ``**`` for any number of names, ``""`` for the
     module itself; a path without wildcards goes before those with. A path that matches nothing is an error. Several
     styles for one module are given as a list. ``device_mesh`` is a mesh, or one cut out of a larger (``mesh["tp"]``);
-    the default is that of the enclosing ``with mesh:``. The parameters' values are those of the rank at position
+    the default is that of the enclosing ``with mesh:``. With ``axes`` the styles act on these axes of it and leave what
+    the layout of an activation says about the others alone; parameters and plain inputs are replicated on those. The
+    parameters' values are those of the rank at position
     ``src_data_rank`` of the mesh, which sends the others their parts; with None every rank cuts what it has.
 
     >>> import torch, hyper_parallel as hp
@@ -39,6 +42,10 @@ def parallelize_module(
     >>> mlp = hp.parallelize_module(mlp, mesh, {"0": hp.ColwiseParallel(), "2": hp.RowwiseParallel()})
     >>> mlp[0].weight.placements
     (Shard(0),)
+    >>> mesh = hp.init_device_mesh("cpu", (1, 1), mesh_dim_names=("cp", "tp"), rank_list=(0,), init_backend=False)
+    >>> linear = hp.parallelize_module(torch.nn.Linear(4, 8), mesh, hp.ColwiseParallel(), axes="tp")
+    >>> linear.weight.placements
+    (Replicate(), Shard(0))
     """
     platform = get_platform()
     require_module("parallelize_module", module)
@@ -52,12 +59,13 @@ def parallelize_module(
     else:
         chosen = {"": _as_styles(parallelize_plan, "the plan")}
     modules = dict(platform.get_cells_and_names(module))
+    acted_on = mesh if axes is None else mesh[axes]
     name_parameters(module)
-    with keeping_ties(module):
+    with keeping_ties(module, mesh):
         for path, styles in chosen.items():
             for style in styles:
                 style.src_data_rank = src_data_rank
-                replaced = style.apply(modules[path], mesh)
+                replaced = style.apply(modules[path], acted_on)
                 if replaced is not modules[path] and path == "":
                     module = replaced
     return module

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
-from hyper_parallel.core.modules.boundary import InputBoundary, OutputBoundary, to_plain_local
+from hyper_parallel.core.modules.boundary import InputBoundary, OutputBoundary
 from hyper_parallel.platform import get_platform
 
 _platform = get_platform()
@@ -33,7 +33,7 @@ class Projection:
     def __call__(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         (x,) = args or kwargs.values()
         out = multiply(x, self.on_input, self.linear, module.weight, module.bias, self.on_output, self.bias_behind)
-        return to_plain_local(out) if self.on_output.local and isinstance(out, DTensor) else out
+        return self.on_output.plain(out) if self.on_output.local and isinstance(out, DTensor) else out
 
 
 def multiply(

@@ -11,6 +11,7 @@ from hyper_parallel.core.dtensor.distributed_tensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout, Shape
 from hyper_parallel.core.shard.dispatching.dispatch import dispatch
 from hyper_parallel.core.shard.dispatching.input_edges import bring_input
+from hyper_parallel.core.shard.dispatching.reduce_later import by_the_law
 from hyper_parallel.core.shard.rule_kit.rule_table import Rule, parse_equation, set_function_rule
 from hyper_parallel.platform import get_platform
 
@@ -82,6 +83,7 @@ def run_distributed_op(
     op: DistributedOp, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Run ``func`` on the blocks of its arguments and give the results the layouts that ``op`` infers."""
+    args, kwargs = by_the_law((args, kwargs))
     layouts = [value.layout if isinstance(value, DTensor) else None for value in args]
     extra = [value for value in (*args, *kwargs.values()) if not isinstance(value, DTensor)]
     inferred = op.infer_layout(layouts, extra)
@@ -109,6 +111,7 @@ def custom_shard(
     def call(*args: Any, **kwargs: Any) -> Any:
         if not _has_dtensor(args, kwargs):
             return func(*args, **kwargs)
+        args, kwargs = by_the_law((args, kwargs))
         mesh = device_mesh
         targets: dict[int, Layout] = {}
         for index, value in enumerate(args):

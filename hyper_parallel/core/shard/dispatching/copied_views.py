@@ -299,7 +299,7 @@ def _write_into(source: _Source, view: CopiedView) -> None:
     mesh = base.device_mesh
     whole = base.full_tensor().clone()
     source.call(whole).copy_(value.full_tensor())
-    base.copy_(DTensor.from_local(whole, mesh, shape=base.shape).redistribute(mesh, base._layout.gradient()))
+    base.copy_(DTensor.from_local(whole, mesh, shape=base.shape).redistribute(mesh, base._layout.reduced()))
 
 
 def _index_of(source: _Source, ndim: int) -> Any:

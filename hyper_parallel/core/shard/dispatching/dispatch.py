@@ -39,10 +39,12 @@ from hyper_parallel.core.shard.dispatching import autograd_helpers
 from hyper_parallel.core.shard.dispatching.foreach import run_on_lists, takes_lists
 from hyper_parallel.core.shard.dispatching.gather_fallback import run_gathered
 from hyper_parallel.core.shard.dispatching.mixing import (
+    MixedMeshesError,
     MixedTensorsError,
     PartialWriteError,
     PlainScalarError,
     finish_sum_in_place,
+    on_one_mesh,
     plain_as_replicated,
     replicating,
 )
@@ -138,9 +140,14 @@ def intercept(kind: type, func: Callable[..., Any], types: Any, args: Any = (), 
     if len(kwargs) > 1:
         kwargs = _in_order(func, kwargs)
     if facts.handler is not None:
-        return facts.handler(func, args, kwargs)
+        try:
+            return facts.handler(func, args, kwargs)
+        except MixedMeshesError as error:
+            return facts.handler(func, *on_one_mesh(args, kwargs, error))
     try:
         planned = _find_plan(func, facts, args, kwargs)
+    except MixedMeshesError as error:
+        return intercept(kind, func, types, *on_one_mesh(args, kwargs, error))
     except PlainScalarError:
         return intercept(kind, func, types, *plain_as_replicated(args, kwargs))
     except PartialWriteError:

@@ -199,7 +199,7 @@ class _Together:
                 f"{self.name} cannot write into a tensor under {first}: a partial value only passes through linear "
                 f"operators: call reduce_partial() first, or use {self.name.rstrip('_')}, which makes new tensors"
             )
-        return first.gradient()
+        return first if not first.has_partial else first.reduced()
 
     def _keeps_sums(self, tensors: list[DTensor]) -> bool:
         first = tensors[0]._layout

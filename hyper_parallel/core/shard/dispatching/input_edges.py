@@ -65,7 +65,8 @@ def bring_input(tensor: DTensor, target: Layout, axes: tuple[int, ...]) -> Any:
     if source.has_partial and source is not target and any(op not in (None, "sum") for op in source.partials):
         tensor = tensor.redistribute(source.mesh, target)
         source = target
-    arriving = target.gradient().with_partials(["sum" if axis in axes else None for axis in range(target.mesh.ndim)])
+    partial = {*axes, *target.reduced_later}
+    arriving = target.with_partials(["sum" if axis in partial else None for axis in range(target.mesh.ndim)])
     values = None
     start, start_layout = tensor, source
     origin = tensor.__dict__.get("_gathered_from")

@@ -1,6 +1,12 @@
 """What may meet in one operator: distributed tensors of one mesh, numbers, and plain tensors without dims.
 
 Other plain tensors are an error, unless the program says that they are whole: see :class:`implicit_replication`.
+
+Note [A mesh and a part of it]
+A tensor on ``mesh["tp"]`` and one on ``mesh`` meet in two cases. A parameter has the same values along axes that its
+layout does not mention, or data parallelism would be wrong anyway: it is taken as replicated there. So is any tensor
+under :class:`implicit_replication`, where plain tensors are. Otherwise it is an error: the ranks along the other axes
+may have different tensors.
 """
 
 from __future__ import annotations
@@ -12,6 +18,7 @@ from typing import Any
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.dtensor.mesh_axes import axes_within, widened
 from hyper_parallel.platform import get_platform
 
 _platform = get_platform()
@@ -51,7 +58,8 @@ replicating = _Replicating()
 
 
 class implicit_replication:
-    """Inside, a plain tensor that meets a distributed one is taken as whole on every rank, its gradient too.
+    """Inside, a plain tensor that meets a distributed one is taken as whole on every rank, its gradient too; a tensor
+    on some axes of a mesh that meets one on all of them, as replicated on the others.
 
     That is true where all ranks run the same single-device code on the same inputs: masks, positions and tables that a
     model makes for itself. It is the caller's promise; nothing is compared. Holds for its own thread only, and nests.
@@ -75,7 +83,7 @@ class PlainScalarError(RuntimeError):
 
 
 def plain_as_replicated(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with plain tensors as whole DTensors on the mesh of the first DTensor.
+    """The arguments with plain tensors as whole DTensors on the mesh of the DTensors among them.
 
     Those with dims only under :class:`implicit_replication`, those without only where they need a gradient.
     """
@@ -89,7 +97,8 @@ def plain_as_replicated(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
     while stack:
         value = stack.pop()
         if isinstance(value, DTensor):
-            mesh = mesh or value.device_mesh
+            if mesh is None or value.device_mesh.ndim > mesh.ndim:
+                mesh = value.device_mesh
         elif isinstance(value, (list, tuple)):
             stack.extend(value)
         elif not has_plain:
@@ -122,13 +131,49 @@ def refuse_plain(name: str, value: Any) -> None:
         )
 
 
+class MixedMeshesError(ValueError):
+    """Tensors on different meshes meet in one operator."""
+
+
 def same_mesh(name: str, mesh: DeviceMesh | None, tensor: DTensor) -> DeviceMesh:
     """The mesh of ``tensor``, which must be ``mesh`` unless that is None."""
     if mesh is not None and tensor.device_mesh is not mesh and tensor.device_mesh != mesh:
-        raise ValueError(
+        raise MixedMeshesError(
             f"{name}: the tensors are on different meshes, {mesh} and {tensor.device_mesh}; redistribute one of them"
         )
     return tensor.device_mesh
+
+
+def on_one_mesh(
+    args: tuple[Any, ...], kwargs: dict[str, Any], error: MixedMeshesError
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with tensors on a part of a mesh on the whole of it; see Note [A mesh and a part of it].
+
+    ``error`` is what is raised where that may not be.
+    """
+    found: list[DTensor] = []
+    _platform.tree_map(lambda value: found.append(value) if isinstance(value, DTensor) else None, (args, kwargs))
+    mesh = max((tensor.device_mesh for tensor in found), key=lambda one: one.ndim)
+    for tensor in found:
+        is_part = tensor.device_mesh != mesh and axes_within(tensor.device_mesh, mesh) is not None
+        if tensor.device_mesh != mesh and not (
+            is_part and (replicating.depth or isinstance(tensor, _platform.Parameter))
+        ):
+            hint = "; or, where it is replicated on the other axes: with hyper_parallel.implicit_replication()"
+            raise MixedMeshesError(f"{error}{hint if is_part else ''}") from None
+
+    def on_mesh(value: Any) -> Any:
+        return on_wider_mesh(value, mesh) if isinstance(value, DTensor) else value
+
+    return _platform.tree_map(on_mesh, args), _platform.tree_map(on_mesh, kwargs)
+
+
+def on_wider_mesh(tensor: DTensor, mesh: DeviceMesh) -> DTensor:
+    """A tensor on a part of ``mesh`` on the whole of it, replicated on the other axes; backward: nothing."""
+    layout = widened(tensor._layout, mesh)
+    if layout is tensor._layout:
+        return tensor
+    return _platform.as_dtensor(DTensor, tensor.to_local(), layout, tensor._global_shape)
 
 
 _platform.install_masked_functions(implicit_replication, refuse_plain)

@@ -18,6 +18,7 @@ from hyper_parallel.core.shard.dispatching.copied_views import (
 )
 from hyper_parallel.core.shard.dispatching.input_edges import bring_input
 from hyper_parallel.core.shard.dispatching.mixing import PartialWriteError, refuse_plain, same_mesh
+from hyper_parallel.core.shard.dispatching.reduce_later import keep_for_later
 from hyper_parallel.core.shard.dispatching.strategy import Choice, choose
 from hyper_parallel.core.shard.dispatching.strict_mode import check_implicit
 from hyper_parallel.core.shard.rule_kit.rule_table import Rule, find_rule
@@ -57,7 +58,18 @@ def plan_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
             f"layout (inputs: {layouts}). A partial value only passes through linear operators: call reduce_partial() "
             + (f"first, or use {call.name.rstrip('_')}, which makes a new tensor" if in_place else "first")
         )
-    return PlannedCall(call.name, paths, call, signature, choice)
+    sources = tuple(at_path(path, args, kwargs)._layout for path in paths)
+    if any(layout.reduced_later for layout in sources):
+        choice = keep_for_later(call, choice, sources, written_input(call, signature))
+    return PlannedCall(call.name, paths, call, signature, choice, sources)
+
+
+def at_path(path: Path, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The argument at ``path``."""
+    found = args[path[0]] if isinstance(path[0], int) else kwargs[path[0]]
+    for key in path[1:]:
+        found = found[key]
+    return found
 
 
 def describe_call(
@@ -108,7 +120,10 @@ def _describe(
     func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any], found: list[DTensor]
 ) -> OpCall | None:
     """The call in a rule's terms; None when the shapes of its results depend on values."""
-    specs = {id(tensor): TensorSpec(tensor._layout, tuple(tensor._global_shape), tensor.dtype) for tensor in found}
+    specs = {
+        id(tensor): TensorSpec(tensor._layout.reduced(pending=False), tuple(tensor._global_shape), tensor.dtype)
+        for tensor in found
+    }
 
     def spec(value: Any) -> Any:
         return specs[id(value)] if isinstance(value, DTensor) else value
@@ -196,7 +211,15 @@ class PlannedCall:
         "writes",
     )
 
-    def __init__(self, name: str, paths: list[Path], call: OpCall, signature: Signature, choice: Choice) -> None:
+    def __init__(
+        self,
+        name: str,
+        paths: list[Path],
+        call: OpCall,
+        signature: Signature,
+        choice: Choice,
+        sources: tuple[Layout, ...],
+    ) -> None:
         self.name = name
         self.paths = paths
         self.choice = choice
@@ -206,15 +229,15 @@ class PlannedCall:
         self.shapes = tuple(spec.shape for spec in call.tensors)
         # (path, wanted layout, axes to vary along, layout to move from) of the arguments that do not go in as they are
         self.changes = [
-            (path, target, axes, None if spec.layout is target else spec.layout)
-            for path, spec, target, axes in zip(paths, call.tensors, choice.inputs, choice.varies, strict=True)
-            if spec.layout is not target or axes
+            (path, target, axes, None if source is target else source)
+            for path, source, target, axes in zip(paths, sources, choice.inputs, choice.varies, strict=True)
+            if source is not target or axes
         ]
         self.changes_positional = all(len(path) == 1 and isinstance(path[0], int) for path, *_ in self.changes)
         self.moves = any(change[3] is not None for change in self.changes)
         self.output_layouts = choice.outputs
         self.output_shapes = tuple(_platform.list_to_size(shape) for shape in call.outputs)
-        self.updates = [index for index in signature.updates if call.tensors[index].layout is not choice.inputs[index]]
+        self.updates = [index for index in signature.updates if sources[index] is not choice.inputs[index]]
         self.rewritten = None
         if signature.rewrite is not None:
             self.rewritten = signature.rewrite(self._local_call(None, call.args, call.kwargs))
@@ -319,11 +342,7 @@ class PlannedCall:
         return self.wrap(lambda *a, **k: attributed(f"inside {self.name}", local, call), (), {})
 
     def _argument(self, index: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        path = self.paths[index]
-        found = args[path[0]] if isinstance(path[0], int) else kwargs[path[0]]
-        for key in path[1:]:
-            found = found[key]
-        return found
+        return at_path(self.paths[index], args, kwargs)
 
     def _bring_back(self, tensor: DTensor, changed: Any, index: int) -> None:
         """Copy what was written into the block that was made for the call into the argument itself."""

@@ -105,7 +105,7 @@ def same_draws() -> Iterator[None]:
 
 def _like(tensor: DTensor, dtype: Any) -> DTensor:
     platform = get_platform()
-    layout = tensor.layout.gradient()
+    layout = tensor.layout.reduced()
     block = platform.new_tensor(layout.local_shape(tuple(tensor.shape)), dtype or tensor.dtype, tensor.device)
     return platform.as_dtensor(DTensor, block, layout, tensor.shape)
 

@@ -111,7 +111,7 @@ class _Completion:
         )
         if kept is not None and any(layout is not call.tensors[kept].layout for layout in (inputs[kept], *outputs[:1])):
             return None
-        not_replicated = [_not_replicated(layout) for layout in inputs]
+        not_replicated = [axes_not_replicated(layout) for layout in inputs]
         varying = set().union(*not_replicated)
         varies = tuple(tuple(sorted(varying - own)) for own in not_replicated)
         return Choice(tuple(inputs), outputs, axes, varies, cost)
@@ -163,7 +163,8 @@ def _partial_output(
     return result
 
 
-def _not_replicated(layout: Layout) -> set[int]:
+def axes_not_replicated(layout: Layout) -> set[int]:
+    """The axes on which the ranks hold different values."""
     sharding = {axis for axes in layout.shard_axes for axis in axes}
     return sharding | {axis for axis, op in enumerate(layout.partials) if op is not None}
 

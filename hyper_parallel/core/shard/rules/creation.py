@@ -26,7 +26,7 @@ def _like(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     filled = {name: _number(value) if name == "fill_value" else value for name, value in kwargs.items()}
     plain_args, plain_kwargs = _platform.blocks_of((*args[:1], *map(_number, args[1:])), filled)
     made = func(*plain_args, **plain_kwargs)
-    return _platform.as_dtensor(DTensor, made, tensor.layout.gradient(), tensor.shape)
+    return _platform.as_dtensor(DTensor, made, tensor.layout.reduced(), tensor.shape)
 
 
 def _new(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -40,7 +40,7 @@ def _new(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     elif not has_size:
         sizes, given = (sizes[0] if sizes and isinstance(sizes[0], (list, tuple)) else sizes), []
     shape = tuple(int(size) for size in sizes)
-    layout = tensor.layout.gradient() if shape == tuple(tensor.shape) else None
+    layout = tensor.layout.reduced() if shape == tuple(tensor.shape) else None
     block = _platform.local_alias(tensor)
     made = func(block, shape if layout is None else layout.local_shape(shape), *given, **kwargs)
     if layout is None:

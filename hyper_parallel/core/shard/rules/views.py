@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
+from hyper_parallel.core.dtensor.later_reduction import reduced_later
 from hyper_parallel.core.dtensor.layout import Layout, Shape
 from hyper_parallel.core.shard.dispatching.gather_fallback import run_gathered
 from hyper_parallel.core.shard.dispatching.special_ops import SPECIAL_OPS
@@ -163,7 +164,7 @@ def _become(tensor: DTensor, order: list[int | None]) -> DTensor:
     """Tell ``tensor``, whose block has changed, its new dims: the old dim for each, None for a new one."""
     shape = tuple(tensor.shape)
     axes = [() if dim is None else tensor.layout.shard_axes[dim] for dim in order]
-    layout = Layout.of(tensor.device_mesh, axes, tensor.layout.partials)
+    layout = reduced_later(Layout.of(tensor.device_mesh, axes, tensor.layout.partials), tensor.layout.reduced_later)
     for remembered in ("_edges", "_gathered_from"):
         tensor.__dict__.pop(remembered, None)
     return _platform.as_dtensor(type(tensor), tensor, layout, tuple(1 if dim is None else shape[dim] for dim in order))

@@ -120,7 +120,7 @@ def _starts(name: str, tensors: Any, gradients: Any) -> tuple[tuple[Any, ...], t
 def _start(tensor: Any, gradient: Any) -> tuple[Any, Any]:
     if not isinstance(tensor, DTensorBase):
         return tensor, gradient
-    if any(op not in _SUMS for op in tensor._layout.partials):
+    if tensor._layout.reduced_later or any(op not in _SUMS for op in tensor._layout.partials):
         tensor = tensor.reduce_partial()
     if gradient is not None:
         return local_alias(tensor), local_alias(tensor.lawful_gradient(gradient))

@@ -137,7 +137,7 @@ def _starts(tensors: Any, gradients: Any, name: str) -> tuple[tuple[Any, ...], t
 def _start(tensor: Any, gradient: Any) -> tuple[Any, Any]:
     if not isinstance(tensor, DTensorBase):
         return tensor, gradient
-    if any(op not in _SUMS for op in tensor._layout.partials):
+    if tensor._layout.reduced_later or any(op not in _SUMS for op in tensor._layout.partials):
         tensor = tensor.reduce_partial()
     with torch.enable_grad():  # autograd's own code must not see the global shape
         start = local_alias(tensor)

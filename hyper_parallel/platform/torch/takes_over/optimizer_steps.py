@@ -127,7 +127,7 @@ class _StandIn:
                     elif value is not None:
                         return False
         layouts = {parameter._layout for parameter, _, _ in given if type(parameter) is kind}
-        return not any(layout.has_partial for layout in layouts)
+        return all(layout.gradient() is layout for layout in layouts)
 
     def step(self, step: Callable[..., Any]) -> None:
         """Run ``step`` on the blocks, and give the optimizer what its stand-in has made."""
