@@ -78,6 +78,8 @@ class ForwardPass:
             self._arrive(index)
 
         tensors = tensors_in(outputs)
+        for module, name in unit.find_side_outputs():
+            tensors += tensors_in(vars(module).get(name))
         if not _platform.before_backward(tensors, arrive) and not all(one.is_frozen for one in units):
             for one in units:
                 one.stays_readable = True
