@@ -61,6 +61,8 @@ _HOME_OF = {
     "hsdp_sync_stream": f"{_FULLY_SHARD}.mean_share",
     "share_of_mean": f"{_FULLY_SHARD}.mean_share",
     "set_model_state_dict": f"{_FULLY_SHARD}.model_state",
+    "dry_run": "hyper_parallel.analysis.dry_run",
+    "dry_run_classes": "hyper_parallel.analysis.dry_run",
     "explain": f"{_DTENSOR}.explain",
     "redistribute_local": f"{_DTENSOR}.tensor_redistribution",
     "DFunction": f"{_SHARD}.dfunction",

@@ -46,9 +46,12 @@ class Layout:
     (2, 3)
     """
 
-    __slots__ = ("__weakref__", "_gradient", "_placements", "_regions", "dim_axes", "mesh", "partials", "plans")
+    __slots__ = (
+        "__weakref__", "_gradient", "_placed", "_placements", "_regions", "dim_axes", "mesh", "partials", "plans",
+    )  # fmt: skip
 
     _gradient: Layout | None
+    _placed: set[Shape]  # what `deciding_region` was asked about
     _placements: tuple[Placement, ...] | None
     _regions: dict[tuple[Shape, Shape], Region]
     mesh: DeviceMesh
@@ -160,6 +163,7 @@ class Layout:
                     object.__setattr__(layout, "partials", partials)
                     object.__setattr__(layout, "plans", {})
                     object.__setattr__(layout, "_regions", {})
+                    object.__setattr__(layout, "_placed", set())
                     object.__setattr__(layout, "_placements", None)
                     object.__setattr__(layout, "_gradient", None)
                     _interned[key] = layout
@@ -273,6 +277,11 @@ class Layout:
                 self._regions.clear()
             self._regions[key] = region
         return region
+
+    def deciding_region(self, shape: Sequence[int]) -> Region:
+        """This rank's region, for code whose shapes follow from where it begins; see ``rank_questions.py``."""
+        self._placed.add(tuple(shape))
+        return self.local_region(shape)
 
     def _compute_region(self, shape: Shape, coordinate: Shape) -> Region:
         if len(shape) != self.ndim:

@@ -138,9 +138,9 @@ def destroy_process_group(group: Any = None) -> None:
     """Leave ``group``, or the world and every group made in it; ``create_group`` no longer knows them."""
     global _num_worlds_left
     leaving = unwrap_group(group)
+    if leaving is dist.group.WORLD or leaving is getattr(current_member(), "world_group", None):
+        refuse_member("destroy_process_group")
     if isinstance(leaving, PretendGroup):
-        if leaving.size() == get_world_size():
-            refuse_member("destroy_process_group")
         for ranks in [ranks for ranks, known in EXISTING_COMM_GROUPS.items() if known is leaving]:
             del EXISTING_COMM_GROUPS[ranks]
         return
