@@ -72,7 +72,7 @@ class ForwardPass:
         """A module of the unit has given its outputs, and operators are recorded."""
         units = [one for one in (unit, *unit.lenders) if one in self._entered_at]
         index = len(self._events)
-        self._events.append(_Left([(one, one.writes()) for one in units]))
+        self._events.append(_Left([(one, one.writes() if one.buffers else ()) for one in units]))
 
         def arrive() -> None:
             self._arrive(index)
