@@ -407,6 +407,41 @@ def test_outputs_in_any_container(form) -> None:
     assert_all_sharded(ours)
 
 
+class Experts(nn.Module):
+    """A loss on the side, computed last and left in an attribute, as routers of experts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.router = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.losses = []
+
+    def forward(self, x):
+        out = x + torch.tanh(self.layer(x))
+        self.losses = [self.router(x).square().mean()]
+        return out
+
+
+class WithExperts(Mlp):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Experts() for _ in range(3))
+
+
+@run_on_ranks(2)
+def test_losses_on_the_side() -> None:
+    """Backward comes to them before it comes to what the module gave."""
+    mesh = _mesh()
+    model, ours = _pair(mesh, WithExperts)
+    x = batch(8, 3)
+    for _ in range(3):
+        for one, data in ((model, x), (ours, my_part(x, mesh))):
+            out = one(data)
+            side = sum(block.losses[0] for block in one.blocks)
+            (loss_of(out) + side).backward()
+    assert_same_gradients(model, ours)
+    assert_all_sharded(ours)
+
+
 @run_on_ranks(2)
 def test_deep_copy_says_what_to_do() -> None:
     _, ours = _pair(_mesh())

@@ -72,12 +72,14 @@ class ForwardPass:
         """A module of the unit has given its outputs, and operators are recorded."""
         units = [one for one in (unit, *unit.lenders) if one in self._entered_at]
         index = len(self._events)
-        self._events.append(_Left([(one, one.writes()) for one in units]))
+        self._events.append(_Left([(one, one.writes() if one.buffers else ()) for one in units]))
 
         def arrive() -> None:
             self._arrive(index)
 
         tensors = tensors_in(outputs)
+        for module, name in unit.find_side_outputs():
+            tensors += tensors_in(vars(module).get(name))
         if not _platform.before_backward(tensors, arrive) and not all(one.is_frozen for one in units):
             for one in units:
                 one.stays_readable = True

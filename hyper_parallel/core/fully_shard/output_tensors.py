@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hyper_parallel.platform import get_platform
 
 _platform = get_platform()
 _MOST_LEVELS = 8
+
+
+def attributes_with_graph(modules: Sequence[Any]) -> list[tuple[Any, str]]:
+    """(module, name) of attributes of the modules, and of those inside, with computed tensors: losses on the side."""
+    found = []
+    for top in modules:
+        for _, module in _platform.get_cells_and_names(top):
+            for name, value in vars(module).items():
+                if name.startswith("_") or _platform.parameter_at(module, name) is not None:
+                    continue
+                if any(_platform.requires_grad(one) and not _platform.is_leaf(one) for one in tensors_in(value, 3)):
+                    found.append((module, name))
+    return found
 
 
 def tensors_in(value: Any, levels: int = _MOST_LEVELS) -> list[Any]:

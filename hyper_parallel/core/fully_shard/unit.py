@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.core.dtensor.comm_recorder import attributed
 from hyper_parallel.core.fully_shard.flat_buffer import FlatBuffer
+from hyper_parallel.core.fully_shard.output_tensors import attributes_with_graph
 from hyper_parallel.core.fully_shard.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from hyper_parallel.core.fully_shard.sharded_parameter import Place, ShardedParameter
 from hyper_parallel.platform import get_platform
@@ -61,6 +62,8 @@ class Unit:
         self.called: set[int] = set()  # which of its modules ran in the pass, if it has several
         self.num_users = 0  # units that are running and see its values: itself, and those that borrow from it
         self.state = SHARDED
+        self._num_looks = 0
+        self._side_outputs: list[tuple[Any, str]] = []
         self.keeps_part = False  # of the whole values; see `FlatBuffer.keep_part`
         self.runs_backward = False
         self._leaves: list[Any] | None = None
@@ -224,8 +227,17 @@ class Unit:
             for p, tensor in zip(self.parameters, self.tensors, strict=True)
         ]
 
+    def find_side_outputs(self) -> list[tuple[Any, str]]:
+        """Where its modules leave computed tensors besides what they return; found in the first passes."""
+        if self._num_looks < 2:
+            self._num_looks += 1
+            self._side_outputs = attributes_with_graph(self.modules)
+        return self._side_outputs
+
     def check_unwritten(self, writes: tuple[int, ...]) -> None:
         """Raise if a parameter was written to since ``writes`` was asked for."""
+        if not self.buffers:
+            return  # whole values are the parameters' own memory, which the framework looks after
         now = self.writes()
         if now == writes:
             return
