@@ -24,6 +24,7 @@ from tests.fully_shard.mindspore_parity import (
     loss_of,
     mesh_of,
     my_part,
+    pair,
     parameter,
     shard_blocks,
     trains_as_one_device,
@@ -102,6 +103,11 @@ def test_odd_parameters() -> None:
     mesh = mesh_of()
     ours = trains_as_one_device(Odds, shard_blocks(mesh), batch(12, 3), mesh, num_steps=2, tolerance=SINGLE)
     assert_all_sharded(ours)
+    expected, ours = pair(mesh, Odds)
+    x, y = batch(12, 3, seed=1), batch(12, 3, seed=2)
+    for cell, (first, second) in ((expected, (Tensor(x), Tensor(y))), (ours, (my_part(x, mesh), my_part(y, mesh)))):
+        hp.backward(loss_of(cell(first)) + loss_of(cell(second)))
+    assert_same_gradients(expected, ours, SINGLE)
 
 
 class Decoder(nn.Cell):

@@ -13,6 +13,7 @@ from mindspore.experimental import optim
 import hyper_parallel as hp
 from hyper_parallel import checkpoint as ckpt
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.mindspore.base import returnable_memory
 from tests.fully_shard.mindspore_parity import (
     Mlp,
     assert_all_sharded,
@@ -26,6 +27,7 @@ from tests.fully_shard.mindspore_parity import (
     named,
     pair,
     shard_blocks,
+    trains_as_one_device,
     values,
 )
 from tests.world import run_on_ranks
@@ -209,6 +211,20 @@ def test_precision_and_host_memory() -> None:
         assert hp.grad_of(one) is None and one.main_grad.dtype == mindspore.float32
         want = 2 * values(hp.grad_of(named(expected)[name]))
         np.testing.assert_allclose(values(one.main_grad), want, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+@run_on_ranks(2)
+def test_views_of_one_storage() -> None:
+    """What accelerators use gives the same numbers on a CPU, if not the same memory."""
+    platform, mesh = type(get_platform()), mesh_of()
+    one_storage = lambda num_elements, dtype, device: returnable_memory.OneStorage(num_elements, dtype)  # noqa: E731
+    for options in ({}, {"shard_placement_fn": lambda p: hp.Shard(p.ndim - 1)}):
+        before = platform.returnable_memory
+        platform.returnable_memory = staticmethod(one_storage)
+        try:
+            trains_as_one_device(Mlp, shard_blocks(mesh, **options), batch(8, 3), mesh, num_steps=2)
+        finally:
+            platform.returnable_memory = staticmethod(before)
 
 
 class Wide(nn.Cell):

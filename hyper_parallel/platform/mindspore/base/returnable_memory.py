@@ -19,7 +19,8 @@ from mindspore import Tensor, mint
 
 from hyper_parallel.platform.contract import parameter_units
 from hyper_parallel.platform.mindspore.base.memory import from_array, memory_of, numpy_type
-from hyper_parallel.platform.mindspore.base.tensors import empty, is_meta, new_tensor
+from hyper_parallel.platform.mindspore.base.start import on_ascend
+from hyper_parallel.platform.mindspore.base.tensors import cat, empty, is_meta, narrow, new_tensor, overwrite, zeros
 from hyper_parallel.platform.shared.region import Region
 
 __all__ = ["returnable_memory", "shard_memory"]
@@ -27,8 +28,13 @@ __all__ = ["returnable_memory", "shard_memory"]
 
 def returnable_memory(num_elements: int, dtype: Any, device: Any) -> parameter_units.ReturnableMemory:
     """Memory for the whole values of parameters, released."""
-    kind = NoMemory if str(device).lower().startswith("meta") else ReturnableMemory
-    return kind(num_elements, dtype)
+    if _is_nowhere(device):
+        return NoMemory(num_elements, dtype)
+    return OneStorage(num_elements, dtype) if on_ascend() else ReturnableMemory(num_elements, dtype)
+
+
+def _is_nowhere(device: Any) -> bool:
+    return str(device).lower().startswith("meta")
 
 
 def shard_memory(num_elements: int, dtype: Any, device: Any, pinned: bool) -> ShardMemory:
@@ -153,6 +159,52 @@ class ReturnableMemory(parameter_units.ReturnableMemory):
                 target[box.slices] = row[start : start + box.num_elements].reshape(box.sizes)
 
 
+class OneStorage(parameter_units.ReturnableMemory):
+    """One tensor and views of it, as accelerators compute with them; nothing goes through the host."""
+
+    def __init__(self, num_elements: int, dtype: Any) -> None:
+        self.num_elements, self._dtype = num_elements, dtype
+        self.num_bytes = num_elements * numpy_type(dtype).itemsize
+        self._flat = mint.empty((num_elements,), dtype=dtype)
+        self._storage = self._flat.untyped_storage()
+        self._storage.resize_(0)
+        self._is_there = False
+
+    def renew(self) -> None:
+        if not self._is_there:
+            self._is_there = True
+            self._storage.resize_(self.num_bytes)
+
+    def release(self) -> None:
+        if self._is_there:
+            self._is_there = False
+            self._storage.resize_(0)
+
+    def part(self, offset: int, length: int) -> Tensor:
+        return narrow(self._flat, 0, offset, length)
+
+    def settle(self) -> None:
+        return
+
+    def tensor(self, offset: int, shape: tuple[int, ...]) -> Tensor:
+        return self.part(offset, prod(shape)).view(shape) if prod(shape) else empty(shape, self._dtype)
+
+    def fill_columns(self, rows: Tensor, columns: Sequence[tuple[int, int, int]]) -> None:
+        for begin, width, offset in columns:
+            if width:
+                target = self.part(offset, rows.shape[0] * width).view(rows.shape[0], width)
+                overwrite(target, narrow(rows, 1, begin, width))
+
+    def fill_boxes(self, rows: Tensor, start: int, offset: int, shape: Sequence[int], boxes: Sequence[Region]) -> None:
+        target = self.part(offset, prod(shape)).view(tuple(shape)) if prod(shape) else None
+        for number, box in enumerate(boxes):
+            if target is not None and box.num_elements:
+                into = target
+                for dim, (begin, length) in enumerate(zip(*box, strict=True)):
+                    into = narrow(into, dim, begin, length)
+                overwrite(into, narrow(rows[number], 0, start, box.num_elements).view(box.sizes))
+
+
 class NoMemory(parameter_units.ReturnableMemory):
     """Of parameters that have shapes and no memory."""
 
@@ -186,25 +238,39 @@ class ShardMemory(parameter_units.ShardMemory):
     """Parameters with memory of their own: writes through parts of a larger tensor are lost on a CPU."""
 
     def __init__(self, num_elements: int, dtype: Any, device: Any) -> None:
-        self._num_elements, self._dtype, self._device = num_elements, dtype, device
-        self._adopted: dict[int, Any] = {}
+        self._num_elements, self._dtype = num_elements, dtype
+        self._has_memory = not _is_nowhere(device)
+        self._adopted: list[tuple[Any, int]] = []
 
     def adopt(self, parameter: Any, offset: int) -> None:
-        self._adopted[offset] = parameter
+        self._adopted.append((parameter, offset))
 
     def holds(self, parameters: Sequence[Any], offsets: Sequence[int]) -> bool:
         return all(
-            self._adopted.get(offset) is parameter and parameter.dtype == self._dtype
-            for parameter, offset in zip(parameters, offsets, strict=True)
+            parameter is known and offset == place and self._is_alike(parameter._local)
+            for parameter, offset, (known, place) in zip(parameters, offsets, self._adopted, strict=True)
         )
 
+    def _is_alike(self, local: Tensor) -> bool:
+        return local.dtype == self._dtype and is_meta(local) != self._has_memory
+
     def part(self, offset: int, length: int) -> Tensor:
-        locals_ = {at: parameter._local for at, parameter in self._adopted.items()}
-        if any(is_meta(local) for local in locals_.values()):
-            return new_tensor((length,), self._dtype, self._device)
+        if not self._has_memory:
+            return new_tensor((length,), self._dtype, "meta")
+        if on_ascend():
+            return narrow(self._joined(), 0, offset, length)
         packed = np.zeros(self._num_elements, numpy_type(self._dtype))
-        for at, local in locals_.items():
-            size = prod(local.shape)
-            if size:
-                packed[at : at + size] = memory_of(local).reshape(-1)
+        for parameter, at in self._adopted:
+            size = prod(parameter._local.shape)
+            packed[at : at + size] = memory_of(parameter._local).reshape(-1)
         return from_array(packed[offset : offset + length])
+
+    def _joined(self) -> Tensor:
+        pieces, end = [], 0
+        for parameter, at in [*self._adopted, (None, self._num_elements)]:
+            if at > end:
+                pieces.append(zeros((at - end,), self._dtype))
+            if parameter is not None and prod(parameter._local.shape):
+                pieces.append(parameter._local.data.reshape(-1))
+                end = at + pieces[-1].shape[0]
+        return cat(pieces)
