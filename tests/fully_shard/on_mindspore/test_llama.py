@@ -8,7 +8,7 @@ from mindspore import Tensor
 
 import hyper_parallel as hp
 from hyper_parallel.platform import get_platform
-from tests.fully_shard.mindspore_parity import AdamW, mean_over
+from tests.fully_shard.on_mindspore.parity import AdamW, mean_over
 from tests.tensor_parallel.llama_training import RATE, SEED, SIZES, STEPS, Case, tokens, train_on_torch
 from tests.world.world import Worlds
 

@@ -11,7 +11,7 @@ from mindspore import Tensor, nn, ops
 
 import hyper_parallel as hp
 from hyper_parallel.platform import get_platform
-from tests.fully_shard.mindspore_parity import (
+from tests.fully_shard.on_mindspore.parity import (
     TOLERANCE,
     AdamW,
     Block,

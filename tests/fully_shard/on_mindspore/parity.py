@@ -113,7 +113,7 @@ def pair(mesh: hp.DeviceMesh, make: Callable[[], nn.Cell] = Mlp, **options: Any)
 
 class AdamW:
     """The update of each parameter's part on this rank; MindSpore's own compiles a graph for seconds (see
-    ``test_on_mindspore_optimizers.py``)."""
+    ``test_state.py``)."""
 
     def __init__(self, cell: nn.Cell, rate: float = 0.01) -> None:
         self._parameters, self._rate, self._number = cell.trainable_params(), rate, 0

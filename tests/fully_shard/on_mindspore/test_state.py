@@ -14,7 +14,7 @@ import hyper_parallel as hp
 from hyper_parallel import checkpoint as ckpt
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.mindspore.base import returnable_memory
-from tests.fully_shard.mindspore_parity import (
+from tests.fully_shard.on_mindspore.parity import (
     Mlp,
     assert_all_sharded,
     assert_same_gradients,

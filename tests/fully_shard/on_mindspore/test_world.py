@@ -11,7 +11,7 @@ from mindspore import Parameter, mint, nn
 import hyper_parallel as hp
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.shared.membership import Member, as_member
-from tests.fully_shard.mindspore_parity import Mlp, assert_all_sharded, batch, filled, mesh_of, my_part, shard_blocks
+from tests.fully_shard.on_mindspore.parity import Mlp, assert_all_sharded, batch, filled, mesh_of, my_part, shard_blocks
 from tests.world import RanksFailed, small_or_sweep
 
 MOMENTS = ("forward", "gather", "reduction", "end of backward")

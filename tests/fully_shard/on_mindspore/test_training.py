@@ -10,7 +10,7 @@ from mindspore import Parameter, Tensor, nn, ops
 import hyper_parallel as hp
 from hyper_parallel import ColwiseParallel, Replicate, RowwiseParallel
 from hyper_parallel.platform import get_platform
-from tests.fully_shard.mindspore_parity import (
+from tests.fully_shard.on_mindspore.parity import (
     SINGLE,
     AdamW,
     Block,
