@@ -119,6 +119,7 @@ class FlatBuffer:
         for handle in handles:
             handle.wait()
         self._in_flight = None
+        self.memory.settle()
         if packed is None:
             return
         rows = packed.reshape(self.axes.num_shards, self._packed_size)

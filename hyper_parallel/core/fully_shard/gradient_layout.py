@@ -63,11 +63,12 @@ class GradientLayout:
 
     def sent_packed(self, gradients: Sequence[Any], device: Any) -> Any:
         """The other gradients side by side, and the flags."""
-        given = next((g for g in gradients if g is not None), None)
+        # Gradients without elements, of which some frameworks do not know the dtype, are not looked at.
+        given = next((gradients[i] for i, p in self.packed if p.segment and gradients[i] is not None), None)
         dtype = self.dtype if given is None else given.dtype
         pieces = [
             _platform.zeros((self.num_rows, p.segment), dtype, device)
-            if gradients[i] is None
+            if gradients[i] is None or not p.segment
             else self.rows(p, gradients[i])
             for i, p in self.packed
         ]

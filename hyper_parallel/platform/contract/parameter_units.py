@@ -33,6 +33,10 @@ class ReturnableMemory(ABC):
         """The elements from ``offset``, as a vector that a collective may write into; call it while there is memory."""
 
     @abstractmethod
+    def settle(self) -> None:
+        """What collectives write into parts has come: see to it that the tensors have these values."""
+
+    @abstractmethod
     def tensor(self, offset: int, shape: tuple[int, ...]) -> Any:
         """A tensor over the elements from ``offset``, called inside ``forward`` of an autograd function.
 

@@ -157,6 +157,11 @@ def nodes_before(node: Any) -> list[Any]:
     return [before for before, _ in node.next_functions if before is not None]
 
 
+def results_before(node: Any) -> list[tuple[Any, int]]:
+    """The same, each with the number of its result."""
+    return [(before, number) for before, number in node.next_functions if before is not None]
+
+
 def runs_in_backward() -> bool:
     """Whether backward is running in this thread."""
     return executor.get_current_autodiff_engine_id() != -1

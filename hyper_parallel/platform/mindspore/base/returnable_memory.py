@@ -1,31 +1,40 @@
 """Memory on MindSpore that is given back while the tensors over it stay, and parameters that are sent in one piece.
 
-A storage that is resized does not give its memory back, so each tensor that was made is given other memory: a single
-element when it is released, its part of a new array when it is renewed. The tape keeps tensors by reference and sees
-the values that they have then.
+Note [Storages that come back on MindSpore]
+As on PyTorch a storage is resized to nothing and back, and the tape sees the values that are there then. But a part of
+a larger tensor would be copied by the operators that use it, and the tape would keep the copy. So each whole value has
+a storage of its own, and ``tensor`` gives aliases of one tensor over it (``data``), which operators take for what they
+are. What is given back goes to MindSpore's pool, from which the next unit takes it; the process does not shrink.
 """
 
 from __future__ import annotations
 
-import weakref
+import ctypes
 from collections.abc import Sequence
 from math import prod
 from typing import Any
 
 import numpy as np
-from mindspore import Tensor
+from mindspore import Tensor, mint
 
 from hyper_parallel.platform.contract import parameter_units
 from hyper_parallel.platform.mindspore.base.memory import from_array, memory_of, numpy_type
-from hyper_parallel.platform.mindspore.base.tensors import is_meta, new_tensor
+from hyper_parallel.platform.mindspore.base.start import on_ascend
+from hyper_parallel.platform.mindspore.base.tensors import cat, empty, is_meta, narrow, new_tensor, overwrite, zeros
 from hyper_parallel.platform.shared.region import Region
 
 __all__ = ["returnable_memory", "shard_memory"]
 
 
-def returnable_memory(num_elements: int, dtype: Any, device: Any) -> ReturnableMemory:
+def returnable_memory(num_elements: int, dtype: Any, device: Any) -> parameter_units.ReturnableMemory:
     """Memory for the whole values of parameters, released."""
-    return ReturnableMemory(num_elements, dtype, device)
+    if _is_nowhere(device):
+        return NoMemory(num_elements, dtype)
+    return OneStorage(num_elements, dtype) if on_ascend() else ReturnableMemory(num_elements, dtype)
+
+
+def _is_nowhere(device: Any) -> bool:
+    return str(device).lower().startswith("meta")
 
 
 def shard_memory(num_elements: int, dtype: Any, device: Any, pinned: bool) -> ShardMemory:
@@ -34,84 +43,234 @@ def shard_memory(num_elements: int, dtype: Any, device: Any, pinned: bool) -> Sh
     return ShardMemory(num_elements, dtype, device)
 
 
-class ReturnableMemory(parameter_units.ReturnableMemory):
-    """An array of numpy's, and the tensors over it."""
+class _Value:
+    """The storage of one whole value, with room for padding behind it."""
 
-    def __init__(self, num_elements: int, dtype: Any, device: Any) -> None:
-        self.num_elements = num_elements
-        self._dtype, self._device = dtype, device
+    def __init__(self, shape: Sequence[int], num_elements: int, dtype: Any) -> None:
+        self.shape, self.num_elements = tuple(shape), num_elements
         self._type = numpy_type(dtype)
-        self.num_bytes = num_elements * self._type.itemsize
-        self._array: np.ndarray | None = None
-        self._made: list[tuple[weakref.ref, int, tuple[int, ...]]] = []
+        self._num_bytes = num_elements * self._type.itemsize
+        self._tensor = mint.empty(self.shape, dtype=dtype)
+        self._storage = self._tensor.untyped_storage()
+        self.release()  # from one size to another it would lose the memory that it had
+        self.renew()
 
     def renew(self) -> None:
-        if self._array is None:
-            self._array = np.empty(self.num_elements, self._type)
-            for tensor, offset, shape in self._living():
-                tensor.data = self._over(offset, shape)
+        self._storage.resize_(self._num_bytes)
 
     def release(self) -> None:
-        if self._array is not None:
-            self._array = None
-            for tensor, _, _ in self._living():
-                tensor.data = from_array(np.zeros(1, self._type))
+        self._storage.resize_(0)
 
-    def _living(self) -> list[tuple[Any, int, tuple[int, ...]]]:
-        living = [(tensor(), offset, shape) for tensor, offset, shape in self._made]
-        self._made = [one for one, (tensor, _, _) in zip(self._made, living, strict=True) if tensor is not None]
-        return [one for one in living if one[0] is not None]
+    def array(self) -> np.ndarray:
+        """The elements, those of the padding included."""
+        buffer = (ctypes.c_uint8 * self._num_bytes).from_address(self._storage.data_ptr())
+        return np.frombuffer(buffer, np.uint8).view(self._type)
 
-    def _over(self, offset: int, shape: Sequence[int]) -> Tensor:
-        assert self._array is not None
-        return from_array(self._array[offset : offset + prod(shape)], tuple(shape))
+    def alias(self) -> Tensor:
+        return self._tensor.data
+
+
+class ReturnableMemory(parameter_units.ReturnableMemory):
+    """See Note [Storages that come back on MindSpore].
+
+    Values become known as they are filled, and their shapes when their first tensors are made. A part that is not one
+    value is a vector of its own with the same elements, and :meth:`settle` brings back what was written there.
+    """
+
+    def __init__(self, num_elements: int, dtype: Any) -> None:
+        self.num_elements, self._dtype = num_elements, dtype
+        self.num_bytes = num_elements * numpy_type(dtype).itemsize
+        self._values: dict[int, _Value] = {}
+        self._beside: list[tuple[int, np.ndarray]] = []
+        self._is_there = False
+
+    def renew(self) -> None:
+        if not self._is_there:
+            self._is_there = True
+            for value in self._values.values():
+                value.renew()
+
+    def release(self) -> None:
+        self._beside = []
+        if self._is_there:
+            self._is_there = False
+            for value in self._values.values():
+                value.release()
+
+    def _array(self, offset: int, num_elements: int) -> np.ndarray:
+        assert self._is_there
+        value = self._values.get(offset)
+        if value is None:
+            value = self._values[offset] = _Value((num_elements,), num_elements, self._dtype)
+        return value.array()[:num_elements]
+
+    def _inside(self, offset: int, length: int) -> list[tuple[slice, np.ndarray]]:
+        """The elements of values that lie in a part, each with its place there."""
+        found = []
+        for start, value in self._values.items():
+            begin, end = max(start, offset), min(start + value.num_elements, offset + length)
+            if begin < end:
+                found.append((slice(begin - offset, end - offset), value.array()[begin - start : end - start]))
+        return found
 
     def part(self, offset: int, length: int) -> Tensor:
-        return self._over(offset, (length,))
+        known = self._values.get(offset)
+        if known is not None and known.num_elements == length:
+            return from_array(known.array())
+        inside = self._inside(offset, length)
+        if not inside:
+            return from_array(self._array(offset, length))
+        vector = np.zeros(length, numpy_type(self._dtype))
+        for place, elements in inside:
+            vector[place] = elements
+        self._beside.append((offset, vector))
+        return from_array(vector)
+
+    def settle(self) -> None:
+        for offset, vector in self._beside:
+            for place, elements in self._inside(offset, len(vector)):
+                elements[...] = vector[place]
+        self._beside = []
 
     def tensor(self, offset: int, shape: tuple[int, ...]) -> Tensor:
-        made = self._over(offset, shape)
-        self._made.append((weakref.ref(made), offset, tuple(shape)))
-        return made
+        if not prod(shape):
+            return empty(shape, self._dtype)
+        value = self._values[offset]
+        if value.shape != shape:
+            shaped = _Value(shape, value.num_elements, self._dtype)
+            shaped.array()[...] = value.array()
+            value.release()  # memory of a storage that was resized is not given back with its tensor
+            value = self._values[offset] = shaped
+        return value.alias()
 
     def fill_columns(self, rows: Tensor, columns: Sequence[tuple[int, int, int]]) -> None:
-        assert self._array is not None
         values = memory_of(rows)
         for start, width, offset in columns:
-            target = self._array[offset : offset + len(values) * width].reshape(len(values), width)
-            target[...] = values[:, start : start + width]
+            if width:
+                target = self._array(offset, len(values) * width).reshape(len(values), width)
+                target[...] = values[:, start : start + width]
 
     def fill_boxes(self, rows: Tensor, start: int, offset: int, shape: Sequence[int], boxes: Sequence[Region]) -> None:
-        assert self._array is not None
-        target = self._array[offset : offset + prod(shape)].reshape(tuple(shape))
+        if not prod(shape):
+            return
+        target = self._array(offset, prod(shape)).reshape(tuple(shape))
         for row, box in zip(memory_of(rows), boxes, strict=True):
             if box.num_elements:
                 target[box.slices] = row[start : start + box.num_elements].reshape(box.sizes)
+
+
+class OneStorage(parameter_units.ReturnableMemory):
+    """One tensor and views of it, as accelerators compute with them; nothing goes through the host."""
+
+    def __init__(self, num_elements: int, dtype: Any) -> None:
+        self.num_elements, self._dtype = num_elements, dtype
+        self.num_bytes = num_elements * numpy_type(dtype).itemsize
+        self._flat = mint.empty((num_elements,), dtype=dtype)
+        self._storage = self._flat.untyped_storage()
+        self._storage.resize_(0)
+        self._is_there = False
+
+    def renew(self) -> None:
+        if not self._is_there:
+            self._is_there = True
+            self._storage.resize_(self.num_bytes)
+
+    def release(self) -> None:
+        if self._is_there:
+            self._is_there = False
+            self._storage.resize_(0)
+
+    def part(self, offset: int, length: int) -> Tensor:
+        return narrow(self._flat, 0, offset, length)
+
+    def settle(self) -> None:
+        return
+
+    def tensor(self, offset: int, shape: tuple[int, ...]) -> Tensor:
+        return self.part(offset, prod(shape)).view(shape) if prod(shape) else empty(shape, self._dtype)
+
+    def fill_columns(self, rows: Tensor, columns: Sequence[tuple[int, int, int]]) -> None:
+        for begin, width, offset in columns:
+            if width:
+                target = self.part(offset, rows.shape[0] * width).view(rows.shape[0], width)
+                overwrite(target, narrow(rows, 1, begin, width))
+
+    def fill_boxes(self, rows: Tensor, start: int, offset: int, shape: Sequence[int], boxes: Sequence[Region]) -> None:
+        target = self.part(offset, prod(shape)).view(tuple(shape)) if prod(shape) else None
+        for number, box in enumerate(boxes):
+            if target is not None and box.num_elements:
+                into = target
+                for dim, (begin, length) in enumerate(zip(*box, strict=True)):
+                    into = narrow(into, dim, begin, length)
+                overwrite(into, narrow(rows[number], 0, start, box.num_elements).view(box.sizes))
+
+
+class NoMemory(parameter_units.ReturnableMemory):
+    """Of parameters that have shapes and no memory."""
+
+    def __init__(self, num_elements: int, dtype: Any) -> None:
+        self.num_elements, self._dtype = num_elements, dtype
+        self.num_bytes = num_elements * numpy_type(dtype).itemsize
+
+    def renew(self) -> None:
+        return
+
+    def release(self) -> None:
+        return
+
+    def part(self, offset: int, length: int) -> Tensor:
+        return new_tensor((length,), self._dtype, "meta")
+
+    def settle(self) -> None:
+        return
+
+    def tensor(self, offset: int, shape: tuple[int, ...]) -> Tensor:
+        return new_tensor(shape, self._dtype, "meta")
+
+    def fill_columns(self, rows: Tensor, columns: Sequence[tuple[int, int, int]]) -> None:
+        return
+
+    def fill_boxes(self, rows: Tensor, start: int, offset: int, shape: Sequence[int], boxes: Sequence[Region]) -> None:
+        return
 
 
 class ShardMemory(parameter_units.ShardMemory):
     """Parameters with memory of their own: writes through parts of a larger tensor are lost on a CPU."""
 
     def __init__(self, num_elements: int, dtype: Any, device: Any) -> None:
-        self._num_elements, self._dtype, self._device = num_elements, dtype, device
-        self._adopted: dict[int, Any] = {}
+        self._num_elements, self._dtype = num_elements, dtype
+        self._has_memory = not _is_nowhere(device)
+        self._adopted: list[tuple[Any, int]] = []
 
     def adopt(self, parameter: Any, offset: int) -> None:
-        self._adopted[offset] = parameter
+        self._adopted.append((parameter, offset))
 
     def holds(self, parameters: Sequence[Any], offsets: Sequence[int]) -> bool:
         return all(
-            self._adopted.get(offset) is parameter and parameter.dtype == self._dtype
-            for parameter, offset in zip(parameters, offsets, strict=True)
+            parameter is known and offset == place and self._is_alike(parameter._local)
+            for parameter, offset, (known, place) in zip(parameters, offsets, self._adopted, strict=True)
         )
 
+    def _is_alike(self, local: Tensor) -> bool:
+        return local.dtype == self._dtype and is_meta(local) != self._has_memory
+
     def part(self, offset: int, length: int) -> Tensor:
-        locals_ = {at: parameter._local for at, parameter in self._adopted.items()}
-        if any(is_meta(local) for local in locals_.values()):
-            return new_tensor((length,), self._dtype, self._device)
+        if not self._has_memory:
+            return new_tensor((length,), self._dtype, "meta")
+        if on_ascend():
+            return narrow(self._joined(), 0, offset, length)
         packed = np.zeros(self._num_elements, numpy_type(self._dtype))
-        for at, local in locals_.items():
-            size = prod(local.shape)
-            if size:
-                packed[at : at + size] = memory_of(local).reshape(-1)
+        for parameter, at in self._adopted:
+            size = prod(parameter._local.shape)
+            packed[at : at + size] = memory_of(parameter._local).reshape(-1)
         return from_array(packed[offset : offset + length])
+
+    def _joined(self) -> Tensor:
+        pieces, end = [], 0
+        for parameter, at in [*self._adopted, (None, self._num_elements)]:
+            if at > end:
+                pieces.append(zeros((at - end,), self._dtype))
+            if parameter is not None and prod(parameter._local.shape):
+                pieces.append(parameter._local.data.reshape(-1))
+                end = at + pieces[-1].shape[0]
+        return cat(pieces)

@@ -19,10 +19,10 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from mindspore import Parameter, Tensor
+from mindspore import Parameter, Tensor, ops
 
 from hyper_parallel.platform.mindspore import private_api
-from hyper_parallel.platform.mindspore.base.tensors import own_copy
+from hyper_parallel.platform.mindspore.base.tensors import narrow, overwrite, own_copy
 from hyper_parallel.platform.shared.lawful_gradients import LawfulGradients
 
 _make = private_api.make_subclass
@@ -159,6 +159,32 @@ class DTensorBase(LawfulGradients, Tensor):
     def written(self) -> None:
         """Say that the values have changed; see Note [Versions]."""
         self._num_writes += 1
+
+    def assign_value(self, value: Any) -> Any:
+        """Take the values of a distributed tensor of this layout, or this rank's part of a whole one; the tensor.
+
+        ``Parameter.set_data``, ``Cell.load_state_dict`` and ``mindspore.load_param_into_net`` end here. MindSpore's own
+        would give other memory to this object and leave the block, which is what operators read, as it is.
+        """
+        if tuple(value.shape) != tuple(self._global_shape):
+            raise ValueError(
+                f"a distributed tensor of shape {tuple(self._global_shape)} cannot have the values of one of shape "
+                f"{tuple(value.shape)}; give the whole values, or a distributed tensor"
+            )
+        if isinstance(value, DTensorBase):
+            if value._layout is not self._layout:
+                raise ValueError(
+                    f"a distributed tensor under {self._layout} cannot have the values of one under {value._layout}; "
+                    "redistribute it first"
+                )
+            block = detached(value)
+        else:
+            block = value.data
+            for dim, (begin, length) in enumerate(zip(*self._layout.local_region(self._global_shape), strict=True)):
+                block = narrow(block, dim, begin, length)
+        overwrite(self._local, block if block.dtype == self._local.dtype else ops.cast(block, self._local.dtype))
+        self.written()
+        return self
 
     def asnumpy(self) -> Any:
         """The whole values; every rank of the mesh must ask."""

@@ -2,17 +2,25 @@
 
 Shadowing works as on PyTorch: Python finds ``cell.weight`` in ``vars(cell)`` before the cell looks into its parameters.
 Gradients always go through the tape, and are never added behind its back.
+
+Note [Writes that nobody counts]
+MindSpore's optimizers, ``assign`` and numpy write into a parameter on a CPU without a trace, but whole values that were
+gathered before such a write are stale. So a parameter is compared by a checksum of its part on this rank, 4 GB/s.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 from mindspore import nn
 
 from hyper_parallel.platform.mindspore import private_api
-from hyper_parallel.platform.mindspore.base.tensors import tensor_type_cast
+from hyper_parallel.platform.mindspore.base import start
+from hyper_parallel.platform.mindspore.base.memory import bytes_of, memory_of
+from hyper_parallel.platform.mindspore.base.tensors import from_numpy, is_meta, own_copy, tensor_type_cast
 from hyper_parallel.platform.mindspore.dtensor.dtensor_gradients import get_grad, set_grad
 from hyper_parallel.platform.mindspore.dtensor.tensor_type import as_dtensor, local_alias, plain_kind
 
@@ -65,7 +73,8 @@ def which_need_grad(parameters: Sequence[Any]) -> tuple[bool, ...]:
 
 
 def is_recording() -> bool:
-    return private_api.is_recording()
+    """``mindspore.value_and_grad`` leaves recording switched off, though nobody has forbidden it."""
+    return private_api.has_started_recording() and private_api.is_recording()
 
 
 def runs_in_backward() -> bool:
@@ -77,30 +86,34 @@ def mark_not_differentiable(ctx: Any, tensors: Sequence[Any]) -> None:
 
 
 def leave_gradients_missing(ctx: Any) -> None:
-    """The tape gives zeros for what nothing was computed from."""
-    del ctx
+    ctx.set_materialize_grads(False)
 
 
 # ---------------------------------------------------------------- backward
 
 
 def before_backward(tensors: Sequence[Any], call: Callable[[], None]) -> bool:
-    found = False
-
-    def on_gradient(gradient: Any) -> Any:
-        call()
-        return gradient
-
+    """Hooks on the nodes that made the tensors, and not on the tensors: one that is written to gets another node."""
+    nodes: dict[int, Any] = {}
     for tensor in tensors:
         plain = local_alias(tensor)
-        if private_api.requires_grad(plain):
-            found = True
-            plain.register_hook(on_gradient)
-    return found
+        if private_api.requires_grad(plain) and (node := private_api.grad_node(plain)) is not None:
+            nodes[private_api.node_number(node)] = node
+
+    def on_gradients(gradients: Any) -> None:
+        call()
+
+    for node in nodes.values():
+        node.register_prehook(on_gradients)
+    return bool(nodes)
 
 
 def after_backward(call: Callable[[], None]) -> None:
-    private_api.executor.queue_backward_final_callback(call)
+    def run() -> None:
+        with private_api.no_grad():  # which MindSpore has ended by then, other than in the backward itself
+            call()
+
+    private_api.executor.queue_backward_final_callback(run)
 
 
 def adds_to_leaves(ctx: Any) -> bool:
@@ -115,16 +128,39 @@ def add_to_grad(parameter: Any, block: Any) -> None:
     set_grad(parameter, made if before is None else before + made)
 
 
-def writes_into(parameters: Sequence[Any]) -> tuple[int, ...]:
-    return tuple(parameter._version for parameter in parameters)
+def writes_into(parameters: Sequence[Any]) -> tuple[Any, ...]:
+    """See Note [Writes that nobody counts]."""
+    if start.on_ascend():
+        return tuple(parameter._version for parameter in parameters)
+    return tuple(_mark(parameter) for parameter in parameters)
+
+
+def _mark(parameter: Any) -> Any:
+    block = local_alias(parameter)
+    return parameter._version if is_meta(block) else zlib.crc32(bytes_of(block))
 
 
 def accumulate(total: Any, gradient: Any, dtype: Any) -> Any:
     with private_api.no_grad():
         given = tensor_type_cast(gradient, dtype)
-        return given * 1 if total is None else total + given
+        if is_meta(given):
+            return given if total is None else total
+        if total is None:
+            return own_copy(given) if given is gradient else given
+        if start.on_ascend():
+            return total + given
+        memory = memory_of(total)
+        np.add(memory, memory_of(given), out=memory)
+        return total
 
 
 def scale(tensor: Any, factor: float) -> Any:
-    with private_api.no_grad():
-        return tensor if factor == 1 else tensor * factor
+    """A Python number would be rounded to float32."""
+    if factor == 1 or is_meta(tensor):
+        return tensor
+    if start.on_ascend():
+        with private_api.no_grad():
+            return tensor * from_numpy(np.array(factor), tensor.dtype)
+    memory = memory_of(tensor)
+    np.multiply(memory, np.array(factor, memory.dtype), out=memory)
+    return tensor

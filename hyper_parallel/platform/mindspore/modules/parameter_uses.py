@@ -19,18 +19,25 @@ def plain_parameters_behind(tensor: Any, known: Iterable[Any]) -> list[Any]:
     """The plain parameters among ``known`` from which a way leads to ``tensor`` that no edge of ours lies on."""
     leaves: set[int] = set()
     seen: set[int] = set()
-    ahead = [private_api.grad_node(tensor)]
+    gathered: dict[int, Any] = {}
+    ahead = [(private_api.grad_node(tensor), 0)]
     while ahead:
-        node = ahead.pop()
-        if node is None or private_api.node_number(node) in seen:
+        node, number = ahead.pop()
+        if node is None:
+            continue
+        # The edge by which parameters of a sharded unit enter: each of its results stands for one of them.
+        parameters = getattr(node, "stands_for", None)
+        if parameters is not None and parameters[number] is not None:
+            gathered[id(parameters[number])] = parameters[number]
+        if private_api.node_number(node) in seen:
             continue
         seen.add(private_api.node_number(node))
-        before = private_api.nodes_before(node)
+        before = private_api.results_before(node)
         if not before:
             leaves.add(private_api.node_number(node))
         elif not type(node).__module__.startswith(_OWN_EDGES):
             ahead.extend(before)
-    return [
+    return [*gathered.values()] + [
         parameter
         for parameter in known
         if not isinstance(parameter, DTensorBase)

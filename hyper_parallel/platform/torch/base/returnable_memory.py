@@ -60,6 +60,9 @@ class ReturnableMemory(parameter_units.ReturnableMemory):
                 found = self._parts[offset, length] = self._flat[offset : offset + length]
         return found
 
+    def settle(self) -> None:
+        """Parts and tensors lie in the same memory."""
+
     def tensor(self, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
         first = self._first.get((offset, shape))
         if first is None:
