@@ -1,11 +1,11 @@
 """Reading a model's structure: which layers are cut by outputs, which by inputs, what stays whole.
 
-Note [Names first, then sizes]
+Note [Declared, then names, then sizes]
 In the blocks of a model (the members of its module lists) linear layers come in pairs: the first is cut by its outputs,
-the second by its inputs, and what lies between is cut and needs no communication. Well-known names say which is which.
-Where a name is not known, the sizes do: inside one part of a block, the last layer that leads back to the width of the
-block is cut by inputs, and those that start from that width by outputs. A layer of a block that fits neither stops the
-plan, by name: the user decides.
+the second by its inputs, and what lies between is cut and needs no communication. The model's config may declare which
+is which (``declared.py``), else well-known names say it. Where a name is not known, the sizes do: inside one part of a
+block, the last layer that leads back to the width of the block is cut by inputs, and those that start from that width
+by outputs. A layer of a block that fits neither stops the plan, by name: the user decides.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
+from hyper_parallel.plans.declared import COLUMN, ROW, WHOLE, Declaration, read_declaration
+from hyper_parallel.plans.layers import below, is_below, own_weights, sizes_of
+from hyper_parallel.plans.structure import list_members, mixtures_in, outermost_of, read_ends
 from hyper_parallel.platform import get_platform
 
 # fmt: off
@@ -39,8 +42,6 @@ _FUSED_NAMES = {
     **dict.fromkeys(("c_attn", "qkv_proj", "qkv", "Wqkv"), ("query", "key", "value")),
     "gate_up_proj": ("gate", "up"),
 }
-# Parts whose steps depend on values, by the end of their class's name: every rank computes them on whole tensors.
-_MIXTURES = ("MoeBlock", "MoE", "Moe", "SparseMLP")
 
 
 @dataclass
@@ -95,11 +96,13 @@ def _read_roles(model: Any, keep_whole: Iterable[str]) -> Roles:
     modules = dict(platform.get_cells_and_names(model))
     kept = [path for path in modules if any(_is_inside(path, pattern) for pattern in keep_whole)]
     skipped = frozenset(kept)
-    roles = Roles(blocks=[path for path in modules if _is_list_member(path, modules)])
-    outermost = [path for path in roles.blocks if not any(_is_below(path, other) for other in roles.blocks)]
+    declaration = read_declaration(modules)
+    roles = Roles(blocks=list_members(modules))
+    outermost = outermost_of(roles.blocks)
     for block in outermost or [""]:
-        _read_block(block, modules, roles, skipped, refuse=bool(outermost))
-    _read_ends(model, modules, roles, skipped)
+        _read_block(block, modules, roles, skipped, declaration, refuse=bool(outermost))
+    taken = (*skipped, *roles.columns, *roles.rows)
+    roles.vocabularies, roles.heads = read_ends(model, modules, roles.blocks, taken)
     return roles
 
 
@@ -116,51 +119,44 @@ def _names_match(names: list[str], patterns: list[str]) -> bool:
     return bool(names) and fnmatchcase(names[0], patterns[0]) and _names_match(names[1:], patterns[1:])
 
 
-def _is_list_member(path: str, modules: Mapping[str, Any]) -> bool:
-    parent, _, name = path.rpartition(".")
-    return name.isdigit() and type(modules[parent]).__name__ in ("ModuleList", "CellList")
-
-
-def _is_below(path: str, other: str) -> bool:
-    return path.startswith(f"{other}.") if other else bool(path)
-
-
-def _below(path: str, modules: Mapping[str, Any]) -> list[str]:
-    return [other for other in modules if _is_below(other, path)]
-
-
-def _read_block(block: str, modules: Mapping[str, Any], roles: Roles, skipped: frozenset[str], refuse: bool) -> None:
-    """Sort the linear layers of one block; see Note [Names first, then sizes]."""
+def _read_block(
+    block: str,
+    modules: Mapping[str, Any],
+    roles: Roles,
+    skipped: frozenset[str],
+    declaration: Declaration,
+    refuse: bool,
+) -> None:
+    """Sort the linear layers of one block; see Note [Declared, then names, then sizes]."""
     platform = get_platform()
-    inside = [path for path in [block, *_below(block, modules)] if path not in skipped]
-    roles.mixtures += [
-        path
-        for path in inside
-        if (type(modules[path]).__name__.endswith(_MIXTURES) or f"{path}.experts" in modules)
-        and any(
-            platform.linear_weight_dims(modules[other]) is None and _weights(modules[other])
-            for other in _below(path, modules)
-        )
-    ]
+    inside = [path for path in [block, *below(block, modules)] if path not in skipped]
+    roles.mixtures += mixtures_in(inside, modules, declaration)
     roles.attentions += [path for path in inside if type(modules[path]).__name__ == "MultiheadAttention"]
     taken = [*roles.mixtures, *roles.attentions]
     linears = [
         path
         for path in inside
-        if platform.linear_weight_dims(modules[path]) is not None and not any(_is_below(path, other) for other in taken)
+        if platform.linear_weight_dims(modules[path]) is not None and not any(is_below(path, other) for other in taken)
     ]
-    named = {path: _role_by_name(path, block) for path in linears}
-    if linears and all(named.values()) and {"column", "row"} <= set(named.values()):
-        columns = [path for path in linears if named[path] == "column"]
-        rows = [path for path in linears if named[path] == "row"]
-    else:
-        columns, rows = _roles_by_size(block, linears, modules, refuse)
+    described = [path for path in declaration.parts if is_below(path, block)]
+    known = {path: declaration.roles.get(path) or _role_by_name(path, block) for path in linears}
+    known |= {
+        path: WHOLE for path in linears if known[path] is None and any(is_below(path, part) for part in described)
+    }
+    by_size: list[str] = []
+    if not (linears and all(known.values()) and {COLUMN, ROW} <= set(known.values())):
+        unknown = {_group_of(path, block) for path in linears if known[path] is None}
+        is_declared = any(path in declaration.roles for path in linears)
+        by_size = [path for path in linears if not is_declared or _group_of(path, block) in unknown]
+    columns, rows = _roles_by_size(block, by_size, modules, refuse) if by_size else ([], [])
+    columns += [path for path in linears if path not in by_size and known[path] == COLUMN]
+    rows += [path for path in linears if path not in by_size and known[path] == ROW]
     roles.columns += columns
     roles.rows += rows
     roles.fused |= {path: parts for path in columns if (parts := _fused_parts(path, rows, modules))}
     roles.parts += sorted({_part_of(path, block) for path in columns} - {block}, key=inside.index)
     if refuse:
-        _refuse_other_weights(inside, taken, modules)
+        _refuse_other_weights(inside, [*taken, *described], modules)
 
 
 def _role_by_name(path: str, block: str) -> str | None:
@@ -168,11 +164,11 @@ def _role_by_name(path: str, block: str) -> str | None:
     for count in (2, 1):
         name = ".".join(names[-count:])
         if name in _COLUMN_NAMES:
-            return "column"
+            return COLUMN
         if name in _ROW_NAMES:
-            return "row"
+            return ROW
         if name in _WHOLE_NAMES:
-            return "whole"
+            return WHOLE
     return None
 
 
@@ -181,14 +177,14 @@ def _fused_parts(path: str, rows: list[str], modules: Mapping[str, Any]) -> dict
     platform = get_platform()
     parent, _, name = path.rpartition(".")
     names = _FUSED_NAMES.get(name)
-    behind = [_sizes(row, modules)[0] for row in rows if row.rpartition(".")[0] == parent]
+    behind = [sizes_of(row, modules)[0] for row in rows if row.rpartition(".")[0] == parent]
     if names is None or len(behind) != 1 or not platform.asks_subclasses or not platform.linear_function(modules[path]):
         return None
     if platform.has_no_memory(
         platform.own_parameters(modules[path])["weight"]
     ):  # initial values are made for the whole
         return None
-    total, width = _sizes(path, modules)[1], behind[0]
+    total, width = sizes_of(path, modules)[1], behind[0]
     if f"{parent}.q_attn" in modules:  # a cross-attention, whose queries come from elsewhere
         names = names[1:]
     if len(names) == 2:
@@ -204,13 +200,10 @@ def _part_of(path: str, block: str) -> str:
     return parent if parent.startswith(block) else block
 
 
-def _sizes(path: str, modules: Mapping[str, Any]) -> tuple[int, int]:
-    """(inputs, outputs) of a linear layer."""
-    dims = get_platform().linear_weight_dims(modules[path])
-    assert dims is not None, f"{path} is not a linear layer"
-    outputs, inputs = dims
-    shape = get_platform().own_parameters(modules[path])["weight"].shape
-    return shape[inputs], shape[outputs]
+def _group_of(path: str, block: str) -> str:
+    """The part of a block that a layer is in; ``""`` for the block itself."""
+    inner = path.removeprefix(f"{block}.") if block else path
+    return inner.split(".")[0] if "." in inner else ""
 
 
 def _roles_by_size(
@@ -220,8 +213,7 @@ def _roles_by_size(
     rows: list[str] = []
     groups: dict[str, list[str]] = {}
     for path in linears:
-        inner = path.removeprefix(f"{block}.") if block else path
-        groups.setdefault(inner.split(".")[0] if "." in inner else "", []).append(path)
+        groups.setdefault(_group_of(path, block), []).append(path)
     groups = _joined(groups, modules)
     for paths in groups.values():
         found = _pairs(paths, modules)
@@ -229,7 +221,7 @@ def _roles_by_size(
             if refuse:
                 to_replicate = _misfits(block, paths, modules)
                 first = to_replicate[0]
-                listed = ", ".join("{} ({} -> {})".format(path, *_sizes(path, modules)) for path in paths)
+                listed = ", ".join("{} ({} -> {})".format(path, *sizes_of(path, modules)) for path in paths)
                 raise _Unreadable(
                     f"plans.for_model: cannot tell how to shard {first!r}, a {type(modules[first]).__name__}: "
                     f"the linear layers beside each other, {listed}, make no pair of which one's outputs are the "
@@ -244,12 +236,12 @@ def _roles_by_size(
 
 def _misfits(block: str, paths: list[str], modules: Mapping[str, Any]) -> list[str]:
     """The fewest and smallest layers without which the others make pairs; else the module around them, or all."""
-    by_size = sorted(paths, key=lambda path: math.prod(_sizes(path, modules)))
+    by_size = sorted(paths, key=lambda path: math.prod(sizes_of(path, modules)))
     for count in range(1, min(3, len(paths) - 1)):
         for left_out in itertools.combinations(by_size, count):
             if _pairs([path for path in paths if path not in left_out], modules) is not None:
                 return list(left_out)
-    around = [path for path in _below(block, modules) if all(_is_below(one, path) for one in paths)]
+    around = [path for path in below(block, modules) if all(is_below(one, path) for one in paths)]
     return around[-1:] or paths
 
 
@@ -259,7 +251,7 @@ def _joined(groups: dict[str, list[str]], modules: Mapping[str, Any]) -> dict[st
     last = None
     for name, paths in groups.items():
         lone = last is not None and len(paths) == 1 and len(joined[last]) == 1
-        if lone and _sizes(joined[last][0], modules)[1] == _sizes(paths[0], modules)[0]:  # type: ignore[index]
+        if lone and sizes_of(joined[last][0], modules)[1] == sizes_of(paths[0], modules)[0]:  # type: ignore[index]
             joined[last] += paths  # type: ignore[index]
             last = None
         else:
@@ -270,7 +262,7 @@ def _joined(groups: dict[str, list[str]], modules: Mapping[str, Any]) -> dict[st
 
 def _pairs(paths: list[str], modules: Mapping[str, Any]) -> tuple[list[str], list[str]] | None:
     """(columns, rows) of the layers of one part; None where they do not fit."""
-    sizes = {path: _sizes(path, modules) for path in paths}
+    sizes = {path: sizes_of(path, modules) for path in paths}
     width = sizes[paths[0]][0]
     last = paths[-1]
     starts = [path for path in paths[:-1] if sizes[path][0] == width]
@@ -290,20 +282,15 @@ def _pairs(paths: list[str], modules: Mapping[str, Any]) -> tuple[list[str], lis
     return (columns, rows) if columns and place == len(paths) else None
 
 
-def _weights(module: Any) -> list[str]:
-    """Names of the module's own parameters with more than one dim."""
-    return [name for name, parameter in get_platform().own_parameters(module).items() if parameter.ndim > 1]
-
-
 def _refuse_other_weights(inside: list[str], taken: list[str], modules: Mapping[str, Any]) -> None:
     platform = get_platform()
     for path in inside:
         module = modules[path]
-        if any(path == other or _is_below(path, other) for other in taken):
+        if any(path == other or is_below(path, other) for other in taken):
             continue
         if platform.linear_weight_dims(module) is not None or platform.is_embedding_module(module):
             continue
-        weights = _weights(module)
+        weights = own_weights(module)
         if weights:
             raise _Unreadable(
                 f"plans.for_model: cannot tell how to shard {path!r}, a {type(module).__name__} with weights of its "
@@ -314,40 +301,3 @@ def _refuse_other_weights(inside: list[str], taken: list[str], modules: Mapping[
 
 def _starred(path: str) -> str:
     return ".".join("*" if name.isdigit() else name for name in path.split("."))
-
-
-def _read_ends(model: Any, modules: Mapping[str, Any], roles: Roles, skipped: frozenset[str]) -> None:
-    """The embedding of the vocabulary and the head: a Hugging Face model tells, others are read by size."""
-    platform = get_platform()
-    path_of = {id(module): path for path, module in modules.items()}
-
-    def told(method: str) -> str | None:
-        try:
-            module = getattr(model, method)()
-        except (AttributeError, NotImplementedError):
-            return None
-        return path_of.get(id(module))
-
-    def outside(path: str) -> bool:
-        return path not in skipped and not any(_is_below(path, block) for block in roles.blocks)
-
-    embeddings = [path for path in modules if platform.is_embedding_module(modules[path]) and outside(path)]
-    vocabulary = told("get_input_embeddings")
-    tables = {path: platform.own_parameters(modules[path])[platform.weight_name(modules[path])] for path in embeddings}
-    if vocabulary is None and embeddings:
-        vocabulary = max(embeddings, key=lambda path: tables[path].shape[0])
-    if vocabulary in tables:
-        tied = [path for path in embeddings if tables[path] is tables[vocabulary]]
-        roles.vocabularies += tied  # an encoder and a decoder may look up in one table
-    head = told("get_output_embeddings")
-    if head is None and vocabulary in tables:
-        size = tables[vocabulary].shape[0]
-        fitting = [
-            path
-            for path in modules
-            if platform.linear_weight_dims(modules[path]) is not None and outside(path) and path
-            if path not in (*roles.columns, *roles.rows) and _sizes(path, modules)[1] == size
-        ]
-        head = fitting[-1] if fitting else None
-    if head is not None and platform.linear_weight_dims(modules[head]) is not None and outside(head):
-        roles.heads.append(head)

@@ -118,6 +118,23 @@ OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "GptOssConfig",
         {**_DECODER, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4},
     ),
+    "qwen3_next": (  # neither names nor sizes tell of its linear attention, but it declares it
+        "Qwen3NextForCausalLM",
+        "Qwen3NextConfig",
+        {
+            **_DECODER,
+            "head_dim": 8,
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 4,
+            "linear_value_head_dim": 4,
+            "num_experts": 3,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 10,
+            "shared_expert_intermediate_size": 10,
+        },
+    ),
     "phi3": ("Phi3ForCausalLM", "Phi3Config", {**_DECODER, "resid_pdrop": 0.0, "embd_pdrop": 0.0}),
     "gpt_neox": (
         "GPTNeoXForCausalLM",

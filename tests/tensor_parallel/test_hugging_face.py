@@ -234,3 +234,22 @@ def test_on_the_tensor_axis_of_a_larger_mesh():
     for (name, mine), want in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert mine.device_mesh.size() == 2
         torch.testing.assert_close(whole(mine.grad), want.grad, rtol=1e-9, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_the_structure_of_models():
+    """Declared by the model, or read off the order of its modules."""
+    expected = {
+        "llama": (("model.embed_tokens",), ("model.norm", "lm_head")),
+        "gpt2": (("transformer.wte", "transformer.wpe"), ("transformer.ln_f", "lm_head")),
+        "opt": (
+            ("model.decoder.embed_tokens", "model.decoder.embed_positions"),
+            ("model.decoder.final_layer_norm", "lm_head"),
+        ),
+        "mixtral": (("model.embed_tokens",), ("model.norm", "lm_head")),
+    }
+    for name, (prologue, epilogue) in expected.items():
+        model = build(name)
+        found = hp.plans.structure_of(model)
+        assert len(found.blocks) == 2 and model.get_submodule(found.blocks[1]) is not None
+        assert (found.prologue, found.epilogue, found.heads) == (prologue, epilogue, ("lm_head",)), name
+        assert found.mixtures == (tuple(f"{block}.mlp" for block in found.blocks) if name == "mixtral" else ())
