@@ -23,8 +23,8 @@ def address_towards(host: str, port: int) -> str:
         family, kind, protocol, _, there = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     except OSError as error:
         raise ValueError(
-            f"the ranks are to meet at {host!r}, a name that this host ({socket.gethostname()}) cannot resolve: {error};"
-            " set MASTER_ADDR to an address, or enter the name in /etc/hosts"
+            f"the ranks are to meet at {host!r}, a name that this host ({socket.gethostname()}) cannot resolve: "
+            f"{error}; set MASTER_ADDR to an address, or enter the name in /etc/hosts"
         ) from None
     with socket.socket(family, kind, protocol) as probe:
         try:
