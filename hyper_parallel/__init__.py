@@ -97,7 +97,7 @@ _HOME_OF = {
     ),
 }
 
-_ROOMS = ("checkpoint", "models", "plans", "testing")  # modules that are part of the public API as they are
+_ROOMS = ("checkpoint", "launch", "models", "plans", "testing")  # modules that are part of the public API as they are
 # Methods of the platform of this process: HyperParallel 1.0 has them at its front door.
 _OF_PLATFORM = (
     "clip_grad_norm_",
