@@ -6,9 +6,9 @@ import math
 import re
 from collections.abc import Mapping
 
-# Outermost first. Data parallelism is what a program of today does by itself: each line along `dp` has other rows, and
-# gradients are summed over it after backward. Features to come add their axes here.
-AXES = ("dp", "tp")
+# Outermost first. Each line along `dp` and `dp_shard` has other rows. `dp_shard` is fully_shard, with `dp` as the axis
+# that replicates; `dp` alone is what a program does by itself: gradients are summed over it after backward.
+AXES = ("dp", "dp_shard", "tp")
 
 
 def read_degrees(degrees: str | Mapping[str, int], world_size: int | None) -> dict[str, int]:
@@ -20,14 +20,14 @@ def read_degrees(degrees: str | Mapping[str, int], world_size: int | None) -> di
     given = _parse(degrees) if isinstance(degrees, str) else dict(degrees)
     for axis, degree in given.items():
         if axis not in AXES:
-            raise ValueError(f"degrees: {axis!r} is no axis of a dry run; the axes are {' and '.join(AXES)}")
+            raise ValueError(f"degrees: {axis!r} is no axis of a dry run; the axes are {', '.join(AXES)}")
         if isinstance(degree, bool) or not isinstance(degree, int) or degree < 1:
             raise ValueError(f"degrees: {axis}={degree!r} must be a whole number of ranks, at least 1")
     product = math.prod(given.values())
     if world_size is not None:
         if world_size < 1:
             raise ValueError(f"a world has one rank or more, got {world_size}")
-        if "dp" not in given and world_size % product == 0:
+        if "dp" not in given and world_size % product == 0 and ("dp_shard" not in given or product < world_size):
             given["dp"] = world_size // product
         elif product != world_size:
             named = " x ".join(f"{axis}={degree}" for axis, degree in given.items()) or "1"

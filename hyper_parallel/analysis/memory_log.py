@@ -2,7 +2,8 @@
 
 Note [Kinds of memory]
 ----------------------
-Parameters, gradients, the optimizer's state, buffers and inputs are what is marked as such, whenever that is. Of the
+Parameters, gradients, the optimizer's state, buffers and inputs are what is marked as such, whenever that is; gathered
+parameters are the whole values of sharded ones, which are given back when their module has run. Of the
 rest, what was made in a forward pass (or in one that is done again in backward) and outlives the module that made it is
 an activation: it is kept for backward, or passed on. All else is temporary. So an allocation's kind is known only when
 the run is over, and all that is written down while it runs is its clock.
@@ -14,7 +15,10 @@ from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 
-KINDS = ("parameters", "gradients", "optimizer state", "activations", "temporaries", "buffers", "inputs")
+KINDS = (
+    *("parameters", "gradients", "optimizer state", "activations", "temporaries", "buffers", "inputs"),
+    "gathered parameters",
+)
 
 FORWARD, BACKWARD, RECOMPUTE, OPTIMIZER = "forward", "backward", "recompute", "optimizer"
 PHASES = (FORWARD, RECOMPUTE, BACKWARD, OPTIMIZER)

@@ -15,6 +15,7 @@ from hyper_parallel.core.dtensor.comm_recorder import CommRecord, CommRecorder, 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, init_device_mesh
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
 from hyper_parallel.core.dtensor.rank_questions import RankQuestions
+from hyper_parallel.core.fully_shard.api import fully_shard
 from hyper_parallel.core.shard.dispatching.dispatch import forget_plans
 from hyper_parallel.core.tensor_parallel.parallelize import parallelize_module
 from hyper_parallel.plans.roles import read_roles
@@ -77,8 +78,6 @@ def run_rank(job: Job, rank: int) -> RankRun:
         _split(job, model, mesh)
         if inputs is None:
             inputs = inputs_for(model, job.batch, job.length)
-        if job.recompute:
-            _recompute_blocks(model)
         optimizer = (
             None if job.optimizer in (None, "none") else platform.make_optimizer(job.optimizer, model, job.device)
         )
@@ -86,7 +85,8 @@ def run_rank(job: Job, rank: int) -> RankRun:
         counter.mark(parameters, "parameters")
         counter.mark(platform.buffers_of(model), "buffers")
         counter.mark(_tensors_in(inputs), "inputs")
-        platform.watch_gradients(model, lambda gradient: counter.mark([gradient], "gradients"))
+        if "dp_shard" not in job.degrees:  # whose gradients are marked when they are there: hooks would make it wait
+            platform.watch_gradients(model, lambda gradient: counter.mark([gradient], "gradients"))
         training = _Training(job, model, inputs, optimizer, parameters, mesh, log, counter)
         with platform.watch_modules(model, log):
             steps = [training.step() for _ in range(job.steps)]
@@ -132,7 +132,8 @@ class _Training:
         self._log, self._counter = log, counter
         self._mesh = mesh
         self._axes = _axes_by_ranks(mesh)
-        self._sums_over = mesh.get_group("dp") if job.degrees.get("dp", 1) > 1 else None
+        sums = job.degrees.get("dp", 1) > 1 and "dp_shard" not in job.degrees
+        self._sums_over = mesh.get_group("dp") if sums else None
 
     def step(self) -> _Step:
         platform, log = get_platform(), self._log
@@ -146,6 +147,8 @@ class _Training:
             log.begin_phase(BACKWARD)
             loss.backward()
             del loss
+            gradients = (parameter.grad for parameter in self._parameters)
+            self._counter.mark([_local(one) for one in gradients if one is not None], "gradients")
             if self._sums_over is not None:
                 with asked_by("sum of gradients over dp"):
                     for parameter in self._parameters:
@@ -194,14 +197,18 @@ def _axes_by_ranks(mesh: DeviceMesh) -> dict[tuple[int, ...], str]:
 
 
 def _split(job: Job, model: Any, mesh: DeviceMesh) -> None:
-    if "tp" not in job.degrees:
-        return
-    plan = job.plan
-    if plan is None:
-        plan = job.source.plan_for(model, job.sequence_parallel)
-    elif callable(plan):
-        plan = plan(model)
-    parallelize_module(model, mesh if mesh.ndim == 1 else mesh["tp"], plan, src_data_rank=None)
+    if "tp" in job.degrees:
+        plan = job.plan
+        if plan is None:
+            plan = job.source.plan_for(model, job.sequence_parallel)
+        elif callable(plan):
+            plan = plan(model)
+        parallelize_module(model, mesh if mesh.ndim == 1 else mesh["tp"], plan, src_data_rank=None)
+    if job.recompute:
+        _recompute_blocks(model)
+    if "dp_shard" in job.degrees:
+        data = mesh["dp", "dp_shard"] if "dp" in job.degrees else mesh["dp_shard"]
+        fully_shard(model, mesh=data, units="auto")
 
 
 def _recompute_blocks(model: Any) -> None:

@@ -13,10 +13,12 @@ from hyper_parallel.analysis.report_text import headline, job_line, tables
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1c1f24; --paper: #ffffff; --faint: #68707c; --line: #d9dde3; --soft: #f3f5f8;
   --good: #1a7f46; --bad: #b3261e;
-  --k0: #3566b8; --k1: #c2672c; --k2: #7a56a8; --k3: #2f8f83; --k4: #b0892b; --k5: #6d7885; --k6: #a34d78; }
+  --k0: #3566b8; --k1: #c2672c; --k2: #7a56a8; --k3: #2f8f83; --k4: #b0892b; --k5: #6d7885; --k6: #a34d78;
+  --k7: #4d8fae; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e6e8eb; --paper: #14171b; --faint: #9aa3ae; --line: #333941;
   --soft: #1d2127; --good: #5fc98c; --bad: #f2867d;
-  --k0: #7aa5ee; --k1: #eda06c; --k2: #b394dc; --k3: #6cc9bd; --k4: #dcb863; --k5: #a2acb8; --k6: #de8bb4; } }
+  --k0: #7aa5ee; --k1: #eda06c; --k2: #b394dc; --k3: #6cc9bd; --k4: #dcb863; --k5: #a2acb8; --k6: #de8bb4;
+  --k7: #8fc4de; } }
 body { margin: 2rem auto; max-width: 62rem; padding: 0 1rem; font: 15px/1.5 system-ui, sans-serif; color: var(--ink);
   background: var(--paper); }
 h1 { font-size: 1.4rem; margin-bottom: .2rem; } h2 { font-size: 1.05rem; margin: 2rem 0 .5rem; }

@@ -21,7 +21,9 @@ def dry_run(
         str,
         typer.Argument(help="A size (llama-70b), a Hugging Face config.json, or module:function, which builds one."),
     ],
-    degrees: Annotated[str, typer.Option("--degrees", "-d", help="How many ranks share what: 'dp=4, tp=8'.")] = "tp=1",
+    degrees: Annotated[
+        str, typer.Option("--degrees", "-d", help="How many ranks share what: 'dp_shard=4, tp=8'.")
+    ] = "tp=1",
     world_size: Annotated[int | None, typer.Option(help="Ranks in all; those that no degree names are dp.")] = None,
     rank: Annotated[int, typer.Option(help="The rank to run.")] = 0,
     all_classes: Annotated[bool, typer.Option("--all-classes", help="One rank of each class of ranks alike.")] = False,

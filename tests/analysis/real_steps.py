@@ -73,8 +73,6 @@ def measured_growth(job: Job, rank: int) -> int:
             inputs = (ids, ids)
             if "input_ids" in get_platform().argument_names_of(model):
                 inputs = {"input_ids": ids, "labels": ids, "use_cache": False}
-        if job.recompute:
-            rank_run._recompute_blocks(model)
         optimizer = get_platform().make_optimizer(job.optimizer, model, "cpu")
 
         def step() -> None:

@@ -226,7 +226,7 @@ def test_an_optimizer_of_ones_own_and_none():
         ({"model": nn.Linear(2, 2)}, r"write dry_run\(lambda: Linear\(...\)\)"),
         ({"model": 3}, "dry_run takes a name, a path"),
         ({"model": lambda: 3}, "must return a model, or a model and its inputs; got int"),
-        ({"degrees": "tp=2, pp=4"}, "'pp' is no axis of a dry run; the axes are dp and tp"),
+        ({"degrees": "tp=2, pp=4"}, "'pp' is no axis of a dry run; the axes are dp, dp_shard, tp"),
         ({"degrees": "tp"}, "'tp' is not understood; write them as 'dp=4, tp=8'"),
         ({"degrees": "tp=3", "world_size": 8}, "tp=3 makes 3 ranks, and the world has 8"),
         ({"degrees": {"tp": 0}}, "tp=0 must be a whole number of ranks"),

@@ -25,11 +25,15 @@ PLANS = {
     "tied": ("tied", 2, 0, {}),
     "one rank": ("ours", 1, 0, {}),
     "no optimizer state": ("ours", 2, 0, {"optimizer": "sgd"}),
+    "fully sharded": ("ours", 1, 1, {"degrees": {"dp_shard": 4}}),
+    "hybrid, recompute, tied": ("tied", 1, 0, {"degrees": {"dp": 2, "dp_shard": 3}, "recompute": True}),
+    "sharded tensor parallel": ("ours", 2, 3, {"degrees": {"dp_shard": 2, "tp": 2}}),
+    "sharded bf16 llama": ("llama", 1, 0, {"degrees": {"dp_shard": 2}, "dtype": "bfloat16"}),
     **{name: (name, 2, 1, {}) for name in CONFIGS},
     **{f"{name} bf16": (name, 2, 1, {"dtype": "bfloat16"}) for name in CONFIGS},
     **{f"{name} all at once": (name, 3, 2, {"sequence_parallel": True, "recompute": True}) for name in CONFIGS},
 }
-ALWAYS = [*list(PLANS)[:8], *CONFIGS]
+ALWAYS = [*list(PLANS)[:8], *CONFIGS, "fully sharded", "sharded tensor parallel"]
 
 
 @pytest.fixture(autouse=True)
@@ -45,8 +49,8 @@ def _job(name, folder):
     config = models.LlamaConfig(**_SIZES, max_length=128, tie_head=model == "tied")
     source = find_model(write_config(folder, model) if model in CONFIGS else config)
     defaults = {"batch": 2, "sequence_parallel": None, "dtype": "float32", "recompute": False, "optimizer": "adamw"}
-    given = {**defaults, **options}
-    return Job(source=source, degrees={"tp": tp}, length=128, plan=None, device="cpu", steps=2, **given), rank
+    given = {"degrees": {"tp": tp}, **defaults, **options}
+    return Job(source=source, length=128, plan=None, device="cpu", steps=2, **given), rank
 
 
 @pytest.mark.parametrize("name", small_or_sweep(PLANS, ALWAYS))

@@ -9,7 +9,7 @@ What is read while the storage is empty is an error of PyTorch's or a crash, nev
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -21,6 +21,9 @@ from hyper_parallel.platform.torch.base.devices import get_device_type
 from hyper_parallel.platform.torch.private_api import NoInterception
 
 __all__ = ["returnable_memory", "shard_memory"]
+
+# Told of each storage that has another number of bytes now: no operator says so.
+resize_observers: list[Callable[[torch.UntypedStorage, int], None]] = []
 
 
 def returnable_memory(num_elements: int, dtype: torch.dtype, device: Any) -> ReturnableMemory:
@@ -42,16 +45,21 @@ class ReturnableMemory(parameter_units.ReturnableMemory):
         with torch.inference_mode(False):  # it outlives the first use, which may be under inference mode
             self._flat = torch.empty(num_elements, dtype=dtype, device=device)
         self._storage = self._flat.untyped_storage()
-        self._storage.resize_(0)
+        self._resize(0)
         self._parts: dict[tuple[int, int], torch.Tensor] = {}
         self._first: dict[tuple[int, tuple[int, ...]], torch.Tensor] = {}
         self._targets: tuple[Any, list[int], list[torch.Tensor]] | None = None
 
+    def _resize(self, num_bytes: int) -> None:
+        self._storage.resize_(num_bytes)
+        for observe in resize_observers:
+            observe(self._storage, num_bytes)
+
     def renew(self) -> None:
-        self._storage.resize_(self.num_bytes)
+        self._resize(self.num_bytes)
 
     def release(self) -> None:
-        self._storage.resize_(0)
+        self._resize(0)
 
     def part(self, offset: int, length: int) -> torch.Tensor:
         found = self._parts.get((offset, length))

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from hyper_parallel.platform.torch.base.dtensor_base import local_alias
+from hyper_parallel.platform.torch.base.returnable_memory import resize_observers
 from hyper_parallel.platform.torch.dry_run.user_lines import user_line
 from hyper_parallel.platform.torch.private_api import NoInterception, next_node_number, node_number
 
@@ -48,8 +49,12 @@ def counted(log: Any, device: str) -> Iterator[_Counter]:
 
     log.node_number, log.next_node_number = node_number, next_node_number
     mode = CountingMode(log, device)
-    with attention_of(device), mode:
-        yield _Counter(mode)
+    resize_observers.append(mode.resized)
+    try:
+        with attention_of(device), mode:
+            yield _Counter(mode)
+    finally:
+        resize_observers.remove(mode.resized)
 
 
 def building_without_memory() -> torch.device:

@@ -178,6 +178,18 @@ class CountingMode(DispatchMode):
         if seen.allocation is not None:
             self.log.free(seen.allocation)
 
+    def resized(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+        """Memory that is given back while tensors over it stay, and had again: whole parameters of a sharded unit."""
+        seen = self._seen.get(id(storage))
+        if seen is None:
+            return
+        if seen.allocation is not None:
+            self.log.free(seen.allocation)
+        seen.allocation = None
+        if num_bytes:
+            seen.allocation = self.log.allocate(-(-num_bytes // self._unit) * self._unit, user_line)
+            seen.allocation.kind = "gathered parameters"
+
     def allocation_of(self, tensor: torch.Tensor) -> Any:
         """What the log knows of the memory of ``tensor``; None for memory that was not seen, or that is the host's."""
         with NoInterception():
