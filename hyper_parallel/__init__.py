@@ -50,6 +50,8 @@ _HOME_OF = {
     ),
     "CommRecorder": f"{_DTENSOR}.comm_recorder",
     "draw": "hyper_parallel.drawing.drawing",
+    "dry_run": "hyper_parallel.analysis.dry_run",
+    "dry_run_classes": "hyper_parallel.analysis.dry_run",
     "explain": f"{_DTENSOR}.explain",
     "redistribute_local": f"{_DTENSOR}.tensor_redistribution",
     "DFunction": f"{_SHARD}.dfunction",

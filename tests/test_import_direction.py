@@ -30,6 +30,7 @@ _FLOORS = [
     ],
     ["plans", "drawing"],
     ["models", "testing"],
+    ["analysis"],
     ["", "checkpoint"],  # `hyper_parallel/__init__.py`, the public API, and the short names for checkpoints.
     ["trainer"],
     ["cli"],

@@ -7,6 +7,7 @@ import typer
 from hyper_parallel import __version__
 from hyper_parallel.cli.ckpt import app as ckpt
 from hyper_parallel.cli.doctor import doctor
+from hyper_parallel.cli.dry_run import dry_run
 
 app = typer.Typer(
     name="hyper-parallel",
@@ -16,6 +17,7 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
 )
 app.command("doctor")(doctor)
+app.command("dry-run")(dry_run)
 app.add_typer(ckpt)
 
 

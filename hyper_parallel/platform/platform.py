@@ -27,6 +27,7 @@ from typing import Any, ClassVar
 from hyper_parallel.platform.contract.activation import ActivationMemory
 from hyper_parallel.platform.contract.blocks import Blocks
 from hyper_parallel.platform.contract.collectives import Collectives
+from hyper_parallel.platform.contract.dry_runs import DryRuns
 from hyper_parallel.platform.contract.dtensor_type import DTensorType
 from hyper_parallel.platform.contract.gradients import Gradients
 from hyper_parallel.platform.contract.groups import EXISTING_COMM_GROUPS as EXISTING_COMM_GROUPS
@@ -61,6 +62,7 @@ class Platform(
     DTensorType,
     LocalCalls,
     Blocks,
+    DryRuns,
 ):
     """What a framework must provide, and its own types and factories."""
 

@@ -90,7 +90,7 @@ class AsPartialExtreme(_platform.Function):  # type: ignore[name-defined]
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
         mesh, op, axis = ctx.edge
-        if op == "prod" and mesh.get_coordinate()[axis] != 0:
+        if op == "prod" and not mesh.leads((axis,)):
             gradient = gradient * 0
         return _platform.differentiable_all_reduce(gradient, "sum", mesh.get_group(axis)), None, None, None, None
 

@@ -70,7 +70,7 @@ def attributed(reason: str, function: Callable[..., Any], *args: Any, chosen: Ca
 
 
 class CommRecorder:
-    """Records every collective of this process.
+    """Records every collective and message of tensors of this process; barriers and objects are not recorded.
 
     >>> with CommRecorder() as recorder:
     ...     pass
@@ -100,6 +100,8 @@ class CommRecorder:
         _num_recording -= 1
 
     def _record(self, op: str, ranks: list[int], shape: Any, dtype: str, num_bytes: int, async_op: bool) -> None:
+        if not dtype:
+            return
         reason, chosen = _asking.reasons[0] if _asking.reasons else ("explicit", "")
         sent = sent_bytes(op, num_bytes, len(ranks))
         what = (op, tuple(ranks), tuple(shape), dtype, num_bytes, sent, async_op)

@@ -43,9 +43,8 @@ def _constant(value: Any) -> Block:
         del shape
         platform = get_platform()
         local = platform.full(local_shape, value, dtype=dtype, device=device)
-        coordinate = layout.mesh.get_coordinate() or (0,) * layout.mesh.ndim
-        for place, op in zip(coordinate, layout.partials, strict=True):
-            if op is not None and place != 0:
+        for axis, op in enumerate(layout.partials):
+            if op is not None and not layout.mesh.leads((axis,)):
                 local = platform.identity_like(local, op)
         return local
 

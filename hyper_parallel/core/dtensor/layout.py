@@ -46,10 +46,13 @@ class Layout:
     (2, 3)
     """
 
-    __slots__ = ("__weakref__", "_gradient", "_placements", "_regions", "dim_axes", "mesh", "partials", "plans",
-                 "reduced_later")  # fmt: skip
+    __slots__ = (
+        "__weakref__", "_gradient", "_placed", "_placements", "_regions", "dim_axes", "mesh", "partials", "plans",
+        "reduced_later",
+    )  # fmt: skip
 
     _gradient: Layout | None
+    _placed: set[Shape]  # what `deciding_region` was asked about
     _placements: tuple[Placement, ...] | None
     _regions: dict[tuple[Shape, Shape], Region]
     mesh: DeviceMesh
@@ -159,14 +162,10 @@ class Layout:
                 layout = _interned.get(key)
                 if layout is None:
                     layout = object.__new__(cls)
-                    object.__setattr__(layout, "mesh", mesh)
-                    object.__setattr__(layout, "dim_axes", dim_axes)
-                    object.__setattr__(layout, "partials", partials)
-                    object.__setattr__(layout, "reduced_later", later)
-                    object.__setattr__(layout, "plans", {})
-                    object.__setattr__(layout, "_regions", {})
-                    object.__setattr__(layout, "_placements", None)
-                    object.__setattr__(layout, "_gradient", None)
+                    fields: Any = {"mesh": mesh, "dim_axes": dim_axes, "partials": partials, "reduced_later": later}
+                    fields |= {"plans": {}, "_regions": {}, "_placed": set(), "_placements": None, "_gradient": None}
+                    for name, value in fields.items():
+                        object.__setattr__(layout, name, value)
                     _interned[key] = layout
         return layout
 
@@ -276,6 +275,11 @@ class Layout:
                 self._regions.clear()
             self._regions[key] = region
         return region
+
+    def deciding_region(self, shape: Sequence[int]) -> Region:
+        """This rank's region, for code whose shapes follow from where it begins; see ``rank_questions.py``."""
+        self._placed.add(tuple(shape))
+        return self.local_region(shape)
 
     def _compute_region(self, shape: Shape, coordinate: Shape) -> Region:
         if len(shape) != self.ndim:

@@ -31,6 +31,7 @@ class RankGrid:
     _coordinates: dict[int, tuple[int, ...]] | None  # by rank; made at the first use
     _lines: dict[tuple[Any, int], tuple[int, ...]]
     _group_positions: dict[tuple[Any, int], tuple[int, ...]]
+    _asked: set[tuple[int, ...] | None]  # the axes that `leads` was asked about; None: the place itself
 
     def _fill_grid(self, ranks: Ranks, names: tuple[str, ...] | None, rank: int | None) -> None:
         ranks = ranks.view()
@@ -44,6 +45,7 @@ class RankGrid:
             _coordinates=None,
             _lines={},
             _group_positions={},
+            _asked=set(),
         )
 
     @property
@@ -155,8 +157,19 @@ class RankGrid:
             vars(self)["_coordinates"] = coordinates
         return coordinates.get(rank)
 
+    def leads(self, axes: Iterable[int]) -> bool:
+        """Whether this rank is the first along each of these axes, the one that does what must be done once.
+
+        True outside of the mesh. Which ranks do alike follows from the answers: see ``rank_questions.py``.
+        """
+        asked = tuple(axes)
+        self._asked.add(asked)
+        coordinate = self.get_coordinate()
+        return coordinate is None or not any(coordinate[axis] for axis in asked)
+
     def get_local_rank(self, axis: Axes | None = None) -> int:
         """This rank's position along an axis, or along several together (row-major in the order given)."""
+        self._asked.add(None)
         return self.line(self._only_axis("get_local_rank") if axis is None else axis).index(self.get_rank())
 
     def line(self, axes: Axes, rank: int | None = None) -> tuple[int, ...]:

@@ -361,10 +361,7 @@ def _varying(x: DTensor, part: DeviceMesh) -> Any:
 
 def _position(mesh: DeviceMesh) -> int:
     """This rank's place among all ranks of the mesh; 0 outside of it."""
-    coordinate, position = mesh.get_coordinate(), 0
-    for place, size in zip(coordinate or (0,) * mesh.ndim, mesh.shape, strict=True):
-        position = position * size + place
-    return position
+    return 0 if mesh.get_coordinate() is None else mesh.get_local_rank(tuple(range(mesh.ndim)))
 
 
 def _index(rows: list[int], mesh: DeviceMesh) -> Any:

@@ -5,7 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import timedelta
 
-__all__ = ["DONE", "DoneHandle", "check_members", "global_rank_of", "part_of_split"]
+from hyper_parallel.platform.shared.membership import current_member
+
+__all__ = [
+    "DONE",
+    "DoneHandle",
+    "check_members",
+    "global_rank_of",
+    "nobody_sends_first",
+    "nobody_sends_objects",
+    "part_of_split",
+    "refuse_member",
+]
 
 
 class DoneHandle:
@@ -21,6 +32,26 @@ class DoneHandle:
 
 
 DONE = DoneHandle()
+
+
+def refuse_member(function: str) -> None:
+    """Raise inside of a pretend world, which is neither joined nor left."""
+    member = current_member()
+    if member is not None:
+        raise RuntimeError(
+            f"{function}: this thread is rank {member.rank} of a pretend world of {member.world_size}, which is there "
+            "as long as the thread is; call it outside, on a process"
+        )
+
+
+def nobody_sends_first() -> RuntimeError:
+    return RuntimeError("a silent world cannot say who sends first; name the source of the message")
+
+
+def nobody_sends_objects(source: int | None) -> RuntimeError:
+    """The error of who wants objects of world rank ``source``, or of anybody, in a silent world."""
+    sender = "another rank" if source is None else f"rank {source}"
+    return RuntimeError(f"only {sender} knows the objects that it would send here, and a silent world has no others")
 
 
 def check_members(what: str, ranks: list[int], world_size: int, rank: int) -> None:

@@ -124,7 +124,19 @@ class Blocks(ABC):
     @staticmethod
     @abstractmethod
     def observe_collectives(tell: Any) -> Any:
-        """Call ``tell(op, ranks, shape, dtype, num_bytes, async_op)`` before every collective; returns how to stop."""
+        """Call ``tell(op, ranks, shape, dtype, num_bytes, async_op)`` before every collective; returns how to stop.
+
+        Messages, barriers and what is done with objects are told too; the dtype is "" where there is no tensor. Peers,
+        tags and splits: ``checks/collective_observers.py``.
+        """
+
+    @staticmethod
+    @abstractmethod
+    def observe_waits(tell: Any) -> Any:
+        """Call ``tell`` with the same arguments when a handle's first wait has ended; returns how to stop.
+
+        Of operations that are begun from now on.
+        """
 
     @staticmethod
     def drawing_alike(seed: int, number: int) -> Any:

@@ -20,6 +20,7 @@ from hyper_parallel.platform.torch.communication import (
     pretend_groups,
     symmetric_memory,
 )
+from hyper_parallel.platform.torch.dry_run import counted_runs
 from hyper_parallel.platform.torch.dtensor import (
     block_transfer,
     dtensor_gradients,
@@ -58,6 +59,7 @@ from hyper_parallel.platform.torch.takes_over import (
     coalesced,
     collectives,
     compiling,
+    counted_runs,
     deferred,
     devices,
     differentiable,

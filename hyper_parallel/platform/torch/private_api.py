@@ -12,7 +12,7 @@ import torch
 from torch._ops import OpOverload as OpOverload
 from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch.distributed import distributed_c10d as c10d
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 # ``OpOverload``: one form of an operator (``torch.ops.aten.add.Tensor``), as dispatch modes and checkpoint policies get
 # it; ``OpOverloadPacket``: all its forms (``torch.ops.aten.add``).
@@ -30,6 +30,34 @@ outside_of_modes = _disable_current_modes
 # One kernel for the tensors of a list; torch.nn.utils uses them for norms and clipping.
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
+
+
+class DispatchMode(TorchDispatchMode):
+    """Sees every operator that reaches a kernel; torch's documentation of modes uses the name of its base.
+
+    Not hidden from torch.compile, which would load the compiler and cost a third of the time of an operator: programs
+    are not compiled under our modes.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+def remove_library(library: torch.library.Library) -> None:
+    """Take back what ``library`` has registered; else it stays until the object is collected."""
+    library._destroy()
+
+
+def next_node_number() -> int:
+    """The number that autograd gives to the next node which this thread makes."""
+    return torch.autograd._get_sequence_nr()
+
+
+def node_number() -> int | None:
+    """The number of the node whose backward this thread runs; None outside of backward."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else node._sequence_nr()
 
 
 def is_in_backward() -> bool:

@@ -25,9 +25,8 @@ def added_once(term: int) -> dict[str, Any]:
 
 def is_counted_here(call: LocalCall, term: int) -> bool:
     """Whether this rank adds input number ``term``; every rank does where nothing is pending, or the term is too."""
-    coordinate = call.mesh.get_coordinate() or ()
-    partials = zip(coordinate, call.outputs[0].partials, call.inputs[term].partials, strict=False)
-    return all(place == 0 or op != "sum" or own is not None for place, op, own in partials)
+    pending = zip(call.outputs[0].partials, call.inputs[term].partials, strict=True)
+    return call.mesh.leads(axis for axis, (op, own) in enumerate(pending) if op == "sum" and own is None)
 
 
 def replace_tensor(call: LocalCall, number: int, change: Callable[[Any], Any]) -> tuple[list[Any], dict[str, Any]]:

@@ -79,9 +79,7 @@ class LocalCall:
         """Whether this rank is the one that adds whole terms (a bias) to a pending sum; on all ranks if none is
         pending.
         """
-        coordinate = self.mesh.get_coordinate() or ()
-        partials = self.outputs[index].partials
-        return all(place == 0 for place, op in zip(coordinate, partials, strict=True) if op == "sum")
+        return self.mesh.leads(axis for axis, op in enumerate(self.outputs[index].partials) if op == "sum")
 
     def group(self, letter: str) -> Any:
         """The group over which ``letter`` is cut, None when it is whole."""

@@ -103,7 +103,9 @@ def _attend(call: LocalCall) -> Any:
     if _picks_heads(call, shares_heads):
         key, value = _keys_of_own_heads(call, key), _keys_of_own_heads(call, value)
         shares_heads = False
-    length, offset = query.shape[-2], call.inputs[0].local_offset(call.input_shapes[0])[-2]
+    length, offset = query.shape[-2], 0
+    if call.axes.get(_QUERIES):  # which keys are left out follows from it
+        offset = call.inputs[0].deciding_region(call.input_shapes[0]).offsets[-2]
     if is_causal and call.axes.get(_QUERIES):
         num_keys = min(offset + length, key.shape[-2])
         key, value = key.narrow(-2, 0, num_keys), value.narrow(-2, 0, num_keys)

@@ -126,7 +126,7 @@ def _write(call: LocalCall, items: Sequence[Item]) -> Any:
     # x[0] += 1 writes x[0] to itself, which the framework allows where both have the same strides too.
     to_itself = has_dims and _platform.shares_memory(call.written, value)
     shape = call.input_shapes[0]
-    offsets, lengths = call.inputs[0].local_region(shape)
+    offsets, lengths = call.inputs[0].deciding_region(shape)
     entries: list[Any] = []
     taken: list[tuple[int, int] | None] = []  # for each dim of x[index], single positions included: part of the value
     single: list[int] = []  # dims of x[index] that are single positions

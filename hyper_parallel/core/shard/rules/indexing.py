@@ -150,7 +150,7 @@ def _read(call: LocalCall, picked: Sequence[tuple[int, int]]) -> Any:
     block, index = call.args
     entries = list(index) if isinstance(index, (tuple, list)) and not is_list_of_numbers(index) else [index]
     shape = call.input_shapes[0]
-    offsets, lengths = call.inputs[0].local_region(shape)
+    offsets, lengths = call.inputs[0].deciding_region(shape) if picked else call.inputs[0].local_region(shape)
     for dim, position in picked:
         if call.inputs[0].shard_axes[dim]:
             block = only_row(block, dim, position, offsets[dim], lengths[dim])
@@ -217,7 +217,7 @@ def select(call: OpCall) -> Signature | None:
     found = _walk(spec, [Item(INT if d == dim else RANGE, d, position, (0, n, 1)) for d, n in enumerate(spec.shape)])
 
     def read(local: LocalCall) -> Any:
-        offsets, lengths = local.inputs[0].local_region(local.input_shapes[0])
+        offsets, lengths = local.inputs[0].deciding_region(local.input_shapes[0])
         block = local.args[0] if local.args else local.kwargs["input"]
         if local.inputs[0].shard_axes[dim]:
             return local.func(only_row(block, dim, position, offsets[dim], lengths[dim]), dim, 0)

@@ -109,7 +109,7 @@ def get_tensor_storage_size(tensor: Tensor) -> int:
 
 def is_meta(tensor: Tensor) -> bool:
     """Whether the tensor has a shape and no memory."""
-    return str(tensor.device).lower().startswith("meta")
+    return tensor.is_meta
 
 
 def tensor_to_numpy(tensor: Tensor) -> np.ndarray:
@@ -199,7 +199,9 @@ def from_numpy(array: np.ndarray, dtype: Any, device: Any = None) -> Tensor:
 
 
 def own_copy(tensor: Tensor) -> Tensor:
-    """The values in contiguous memory of their own, without gradient history."""
+    """The values in contiguous memory of their own, without gradient history; of a meta tensor, another one."""
+    if tensor.is_meta:
+        return mint.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     if start.on_ascend():
         return ops.stop_gradient(tensor).contiguous() * 1 if is_differentiable(tensor) else mint.clone(tensor)
     return from_array(np.array(memory_of(tensor), order="C"))
@@ -207,6 +209,8 @@ def own_copy(tensor: Tensor) -> Tensor:
 
 def overwrite(target: Tensor, values: Tensor) -> None:
     """Copy ``values`` into the memory of ``target``; nothing is recorded."""
+    if target.is_meta:
+        return
     if start.on_ascend():
         target.copy_(values)
     else:

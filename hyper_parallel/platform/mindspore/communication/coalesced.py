@@ -71,7 +71,7 @@ def _by_dtype(
         for one, shape, tensor in zip(out, shapes, data, strict=True):
             collectives.check_out(function, one, shape, tensor, group)
     if out is None:
-        out = [new_tensor(shape, tensor.dtype, None) for tensor, shape in zip(data, shapes, strict=True)]
+        out = [new_tensor(shape, tensor.dtype, tensor.device) for tensor, shape in zip(data, shapes, strict=True)]
     results = list(out)
     pending = []
     for dtype in dict.fromkeys(tensor.dtype for tensor in data):

@@ -27,7 +27,13 @@ from hyper_parallel.platform.checks.collective_checks import (
     describe_objects,
     short,
 )
-from hyper_parallel.platform.checks.collective_observers import CollectiveCall, notify_observers, observers
+from hyper_parallel.platform.checks.collective_observers import (
+    CollectiveCall,
+    announce,
+    observers,
+    telling,
+    wait_observers,
+)
 from hyper_parallel.platform.host.host_collectives import why_not
 from hyper_parallel.platform.mindspore.base.devices import get_device_type
 from hyper_parallel.platform.mindspore.base.memory import numpy_type
@@ -76,7 +82,7 @@ def _checked(function: str, data: Any, group_info: Any, **arguments: Any) -> Pro
 
 def _compare(mine: dict, group: ProcessGroup) -> None:
     """Raise the same error on every rank of the group unless all are about to do the same."""
-    check_agreement(_gathered(mine, group), group.ranks)
+    check_agreement(_gathered(pickle.dumps(mine), group), group.ranks)
 
 
 def _announce_barrier(group: ProcessGroup) -> None:
@@ -88,12 +94,11 @@ groups.before_barrier.append(_announce_barrier)
 
 
 def _check_has_memory(function: str, data: Tensor, group: ProcessGroup) -> None:
-    if is_meta(data):
+    if is_meta(data) and not group.transport.carries_meta:
         device = get_device_type()
         raise ValueError(
             f"{function} {where(group)}: the tensor of shape {tuple(data.shape)} is on meta, but the group "
-            f"communicates "
-            f"tensors on {device}; move it with .to({device!r})"
+            f"communicates tensors on {device}; move it with .to({device!r})"
         )
 
 
@@ -128,18 +133,20 @@ def _peer_of(function: str, rank: int | None, role: str, group: ProcessGroup) ->
     return place
 
 
-def _given(result: Tensor, handle: Any, async_op: bool) -> Any:
+def _given(result: Tensor, handle: Any, async_op: bool, call: CollectiveCall | None = None) -> Any:
     if async_op:
-        return result, handle
+        return result, telling(handle, call)
     handle.wait()
     return result
 
 
-def _written(result: Tensor, handle: Any, async_op: bool, out: Tensor | None) -> Any:
+def _written(
+    result: Tensor, handle: Any, async_op: bool, out: Tensor | None, call: CollectiveCall | None = None
+) -> Any:
     """The result, put into ``out`` when it is complete, if that was given."""
     if out is None:
-        return _given(result, handle, async_op)
-    return _given(out, transports.Pending(lambda: (handle.wait(), overwrite(out, result))), async_op)
+        return _given(result, handle, async_op, call)
+    return _given(out, transports.Pending(lambda: (handle.wait(), overwrite(out, result))), async_op, call)
 
 
 def check_out(function: str, out: Tensor, shape: Sequence[int], data: Tensor, group: ProcessGroup) -> None:
@@ -166,9 +173,8 @@ def all_reduce(data: Tensor, group_info: Any, async_op: bool = False, op: str = 
     if group.size() == 1:
         return (data, DONE) if async_op else data
     _check_writable("all_reduce", data, group)
-    if observers:
-        notify_observers("all_reduce", group, data, async_op)
-    return _given(*transports.get_transport().all_reduce(group.channel, data, op, async_op), async_op)
+    call = announce("all_reduce", group, data, async_op) if observers or wait_observers else None
+    return _given(*group.transport.all_reduce(group.channel, data, op, async_op), async_op, call)
 
 
 def all_gather_into_tensor(data: Tensor, group_info: Any, async_op: bool = False, *, out: Tensor | None = None) -> Any:
@@ -183,9 +189,8 @@ def all_gather_into_tensor(data: Tensor, group_info: Any, async_op: bool = False
         check_out("all_gather_into_tensor", out, whole, data, group)
     if group.size() == 1:
         return _written(own_copy(data).reshape(shape), DONE, async_op, out)
-    if observers:
-        notify_observers("all_gather_into_tensor", group, data, async_op)
-    return _written(*transports.get_transport().all_gather(group.channel, data, whole), async_op, out)
+    call = announce("all_gather_into_tensor", group, data, async_op) if observers or wait_observers else None
+    return _written(*group.transport.all_gather(group.channel, data, whole), async_op, out, call)
 
 
 def reduce_scatter_tensor(
@@ -208,10 +213,8 @@ def reduce_scatter_tensor(
         check_out("reduce_scatter_tensor", out, part, data, group)
     if size == 1:
         return _written(own_copy(data), DONE, async_op, out)
-    if observers:
-        notify_observers("reduce_scatter_tensor", group, data, async_op)
-    transport = transports.get_transport()
-    return _written(*transport.reduce_scatter(group.channel, data, op, part, async_op), async_op, out)
+    call = announce("reduce_scatter_tensor", group, data, async_op) if observers or wait_observers else None
+    return _written(*group.transport.reduce_scatter(group.channel, data, op, part, async_op), async_op, out, call)
 
 
 def broadcast(data: Tensor, src: int, group: Any, async_op: bool = False) -> Any:
@@ -221,9 +224,8 @@ def broadcast(data: Tensor, src: int, group: Any, async_op: bool = False) -> Any
     if group.size() == 1:
         return (data, DONE) if async_op else data
     _check_writable("broadcast", data, group)
-    if observers:
-        notify_observers("broadcast", group, data, async_op)
-    return _given(*transports.get_transport().broadcast(group.channel, data, place), async_op)
+    call = announce("broadcast", group, data, async_op, peer=src) if observers or wait_observers else None
+    return _given(*group.transport.broadcast(group.channel, data, place), async_op, call)
 
 
 def all_to_all_single(
@@ -250,21 +252,22 @@ def all_to_all_single(
                 "pad the input, or give input_splits and output_splits"
             )
         sent = received = [prod(shape) // size] * size
+        rows = None
     else:
         received_rows, sent_rows = check_splits(
             shape, output_shape, output_splits, input_splits, size, group.rank(), where(group)
         )
         row = prod(shape[1:])
-        sent, received = [int(rows) * row for rows in sent_rows], [int(rows) * row for rows in received_rows]
+        rows = tuple(map(int, sent_rows)), tuple(map(int, received_rows))
+        sent, received = ([count * row for count in counts] for counts in rows)
     if size == 1:
         return own_copy(input_tensor).reshape(output_shape), DONE if async_op else None
-    if observers:
-        notify_observers("all_to_all_single", group, input_tensor, async_op)
-    output, handle = transports.get_transport().all_to_all(group.channel, input_tensor, output_shape, sent, received)
-    if async_op:
-        return output, handle
-    handle.wait()
-    return output, None
+    call = None
+    if observers or wait_observers:
+        call = announce("all_to_all_single", group, input_tensor, async_op, splits=rows)
+    output, handle = group.transport.all_to_all(group.channel, input_tensor, output_shape, sent, received)
+    result = _given(output, handle, async_op, call)
+    return result if async_op else (result, None)
 
 
 # ---------------------------------------------------------------- messages
@@ -274,9 +277,8 @@ def isend(tensor: Tensor, dst: int | None = None, group: Any = None, tag: int = 
     """Start sending to world rank ``dst``; a handle."""
     group = _checked_for_message("isend", tensor, group)
     place = _peer_of("isend", dst, "dst", group)
-    if observers:
-        notify_observers("isend", group, tensor, True)
-    return transports.get_transport().send(group.channel, tensor, place, tag)
+    call = announce("isend", group, tensor, True, peer=dst, tag=tag) if observers or wait_observers else None
+    return telling(group.transport.send(group.channel, tensor, place, tag), call)
 
 
 def irecv(tensor: Tensor, src: int | None = None, group: Any = None, tag: int = 0) -> Any:
@@ -286,16 +288,15 @@ def irecv(tensor: Tensor, src: int | None = None, group: Any = None, tag: int = 
     if src is None and group.size() == 1:
         raise ValueError(f"irecv {where(group)}: there is no other rank to receive from")
     _check_writable("irecv", tensor, group)
-    if observers:
-        notify_observers("irecv", group, tensor, True)
-    return transports.get_transport().receive(group.channel, tensor, place, tag)
+    call = announce("irecv", group, tensor, True, peer=src, tag=tag) if observers or wait_observers else None
+    return telling(group.transport.receive(group.channel, tensor, place, tag), call)
 
 
 def exchange(tensor: Tensor, peer_rank: int, group: ProcessGroup) -> Tensor:
     """Send to and receive from the same world rank."""
     if observers:
-        notify_observers("p2p_exchange", group, tensor, False)
-    return transports.get_transport().exchange(group.channel, detached(tensor), group.ranks.index(peer_rank))
+        announce("p2p_exchange", group, tensor, peer=peer_rank)
+    return group.transport.exchange(group.channel, detached(tensor), group.ranks.index(peer_rank))
 
 
 def _checked_for_message(function: str, data: Any, group_info: Any) -> ProcessGroup:
@@ -313,7 +314,10 @@ def send_object_list(obj_list: list[Any], dst: int | None = None, group: Any = N
     if not obj_list:
         return
     mine = describe_objects("send_object_list", objects=len(obj_list), peer=dst) if COMPARES_RANKS else None
-    transports.get_transport().send_bytes(group.channel, pickle.dumps((mine, list(obj_list))), place)
+    pickled = pickle.dumps((mine, list(obj_list)))
+    if observers:
+        announce("send_object_list", group, None, num_bytes=len(pickled), peer=dst)
+    group.transport.send_bytes(group.channel, pickled, place)
 
 
 def recv_object_list(obj_list: list[Any], src: int | None = None, group: Any = None) -> int | None:
@@ -324,7 +328,9 @@ def recv_object_list(obj_list: list[Any], src: int | None = None, group: Any = N
         raise ValueError(f"recv_object_list {where(group)}: there is no other rank to receive from")
     if not obj_list:
         return src
-    place, data = transports.get_transport().receive_bytes(group.channel, place)
+    if observers:
+        announce("recv_object_list", group, None, peer=src)
+    place, data = group.transport.receive_bytes(group.channel, place)
     theirs, objects = pickle.loads(data)
     if COMPARES_RANKS:
         mine = describe_objects("recv_object_list", objects=len(obj_list), peer=src)
@@ -351,8 +357,11 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> No
         return
     if COMPARES_RANKS:
         _compare(describe_objects("all_gather_object"), group)
-    object_list[:] = _gathered(obj, group)
+    pickled = pickle.dumps(obj)
+    if observers:
+        announce("all_gather_object", group, None, num_bytes=len(pickled))
+    object_list[:] = _gathered(pickled, group)
 
 
-def _gathered(obj: Any, group: ProcessGroup) -> list[Any]:
-    return [pickle.loads(part) for part in transports.get_transport().gather_bytes(group.channel, pickle.dumps(obj))]
+def _gathered(pickled: bytes, group: ProcessGroup) -> list[Any]:
+    return [pickle.loads(part) for part in group.transport.gather_bytes(group.channel, pickled)]

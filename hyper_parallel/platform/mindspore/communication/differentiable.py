@@ -31,7 +31,7 @@ def _alias(data: Tensor) -> Tensor:
 
 
 def _zeros(shape: Sequence[int], like: Tensor) -> Tensor:
-    return zeros(shape, like.dtype)
+    return zeros(shape, like.dtype, like.device)
 
 
 def _equal(one: Tensor, other: Tensor) -> Tensor:

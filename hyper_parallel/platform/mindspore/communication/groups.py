@@ -1,8 +1,9 @@
 """Process groups and ranks on MindSpore: joining and leaving the world, making groups of its ranks, who is where.
 
-Groups are our own small objects, since MindSpore names its groups by strings; what carries their data is chosen once,
-when the platform is made (``transports.py``): MindSpore's hccl on Ascend, TCP connections between processes on a CPU.
-Making a group tells nobody and waits for nobody; its first use waits for the other members.
+Groups are our own small objects, since MindSpore names its groups by strings. Each knows what carries its data: for
+groups of processes that is chosen once, when the platform is made (``transports.py``), MindSpore's hccl on Ascend and
+TCP connections on a CPU; in a world in which nobody else is (``shared/membership.py``) nothing is carried
+(``silent_transport.py``). Making a group tells nobody and waits for nobody; its first use waits for the other members.
 """
 
 from __future__ import annotations
@@ -14,10 +15,18 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-from hyper_parallel.platform.checks.group_checks import DONE, check_members, global_rank_of, part_of_split
+from hyper_parallel.platform.checks.collective_observers import announce, observers, telling, wait_observers
+from hyper_parallel.platform.checks.group_checks import (
+    DONE,
+    check_members,
+    global_rank_of,
+    part_of_split,
+    refuse_member,
+)
 from hyper_parallel.platform.mindspore.communication import transports
+from hyper_parallel.platform.mindspore.communication.silent_transport import SilentChannel, SilentTransport
 from hyper_parallel.platform.platform import EXISTING_COMM_GROUPS
-from hyper_parallel.platform.shared.membership import Member
+from hyper_parallel.platform.shared.membership import Member, current_member
 
 __all__ = [
     "ProcessGroup",
@@ -48,17 +57,18 @@ _creation_lock = threading.Lock()
 _num_times_made: dict[tuple[int, ...], int] = {}
 _num_worlds_left = 0
 _world: ProcessGroup | None = None
+_silent = SilentTransport()
 
 
 class ProcessGroup:
     """The world ranks of a group in ascending order, and what carries its data."""
 
-    __slots__ = ("__weakref__", "_rank", "channel", "is_destroyed", "name", "ranks")
+    __slots__ = ("__weakref__", "_rank", "channel", "is_destroyed", "name", "ranks", "transport")
 
-    def __init__(self, ranks: Sequence[int], rank: int, name: str, channel: Any) -> None:
+    def __init__(self, ranks: Sequence[int], rank: int, name: str, channel: Any, transport: Any) -> None:
         self.ranks = list(ranks)
         self.name = name
-        self.channel = channel
+        self.channel, self.transport = channel, transport
         self.is_destroyed = False
         self._rank = self.ranks.index(rank)
 
@@ -94,6 +104,7 @@ def init_process_group(
     on the CPU too, so that its own functions of communication can be used beside ours.
     """
     global _world
+    refuse_member("init_process_group")
     if _world is not None:
         raise RuntimeError(
             f"init_process_group: this process is already rank {_world.rank()} of a world of {_world.size()} "
@@ -107,7 +118,7 @@ def init_process_group(
     limit = timeout or DEFAULT_TIMEOUT
     name = f"world-{_num_worlds_left}-{os.environ.get('TORCHELASTIC_RUN_ID', '')}-{address}-{port}"
     channel = transport.join(backend, rank, world_size, address, port, name, limit, pg_options, device_id)
-    _world = ProcessGroup(range(world_size), rank, "world", channel)
+    _world = ProcessGroup(range(world_size), rank, "world", channel, transport)
 
 
 def destroy_process_group(group: Any = None) -> None:
@@ -115,6 +126,8 @@ def destroy_process_group(group: Any = None) -> None:
     global _num_worlds_left, _world
     leaving = unwrap_group(group)
     everything = leaving is _world
+    if everything or leaving is _current_world():
+        refuse_member("destroy_process_group")
     for ranks, known in list(EXISTING_COMM_GROUPS.items()):
         if everything or known is leaving:
             del EXISTING_COMM_GROUPS[ranks]
@@ -126,14 +139,15 @@ def destroy_process_group(group: Any = None) -> None:
         _num_times_made.clear()
         _num_worlds_left += 1
         _world = None
-        transports.get_transport().leave()
+        leaving.transport.leave()
     else:
-        transports.get_transport().drop_group(leaving.channel)
+        leaving.transport.drop_group(leaving.channel)
 
 
 def world_generation() -> int:
     """How many worlds this process has left: what is remembered about groups holds for one of them."""
-    return _num_worlds_left
+    member = current_member()
+    return _num_worlds_left if member is None else member.generation
 
 
 def on_leaving(forget: Callable[[], None]) -> None:
@@ -200,9 +214,10 @@ def unwrap_group(group: Any) -> ProcessGroup:
             raise ValueError(f"the group {group.ranks} was destroyed; make one with create_group")
         return group
     if group is None:
-        if _world is None:
+        world = _current_world()
+        if world is None:
             raise RuntimeError("there is no process group yet; call init_process_group() first")
-        return _world
+        return world
     if hasattr(group, "group"):
         return unwrap_group(group.group)
     raise TypeError(
@@ -210,14 +225,21 @@ def unwrap_group(group: Any) -> ProcessGroup:
     )
 
 
+def _current_world() -> ProcessGroup | None:
+    member = current_member()
+    return _world if member is None else member.world_group
+
+
 def get_rank() -> int:
     """This process's rank in the world; 0 before there is one."""
-    return _world.rank() if _world is not None else 0
+    world = _current_world()
+    return world.rank() if world is not None else 0
 
 
 def get_world_size() -> int:
     """The number of processes in the world; 1 before there is one."""
-    return _world.size() if _world is not None else 1
+    world = _current_world()
+    return world.size() if world is not None else 1
 
 
 def get_global_rank(group: Any, group_rank: int) -> int:
@@ -227,22 +249,21 @@ def get_global_rank(group: Any, group_rank: int) -> int:
 
 def get_group_local_rank(group: Any = None) -> int:
     """This process's rank inside ``group``; 0 before there is a world."""
-    if group is None and _world is None:
+    if group is None and _current_world() is None:
         return 0
     return unwrap_group(group).rank()
 
 
 def get_process_group_ranks(group: Any = None) -> list[int]:
     """The world ranks of ``group``, in group order; [0] before there is a world."""
-    if group is None and _world is None:
+    if group is None and _current_world() is None:
         return [0]
     return list(unwrap_group(group).ranks)
 
 
 def get_backend(group: Any = None) -> str:
     """The transport of ``group``: "hccl" on Ascend, "tcp" on a CPU, "mccl" if MindSpore's own world was joined too."""
-    unwrap_group(group)
-    return transports.get_transport().backend
+    return unwrap_group(group).transport.backend
 
 
 def barrier(group: Any = None, async_op: bool = False, device_ids: Sequence[int] | None = None) -> Any:
@@ -250,11 +271,12 @@ def barrier(group: Any = None, async_op: bool = False, device_ids: Sequence[int]
     group = unwrap_group(group)
     if group.size() == 1:
         return DONE if async_op else None
-    for announce in before_barrier:
-        announce(group)
-    handle = transports.get_transport().barrier(group.channel)
+    call = announce("barrier", group, None, async_op) if observers or wait_observers else None
+    for prepare in before_barrier:
+        prepare(group)
+    handle = group.transport.barrier(group.channel)
     if async_op:
-        return handle
+        return telling(handle, call)
     handle.wait()
     return None
 
@@ -264,7 +286,8 @@ def barrier(group: Any = None, async_op: bool = False, device_ids: Sequence[int]
 
 def silent_group(member: Member, ranks: tuple[int, ...]) -> ProcessGroup:
     """A group of a world in which nobody else is."""
-    return ProcessGroup(ranks, member.rank, f"silent/{member.generation}/{'-'.join(map(str, ranks))}", None)
+    channel = SilentChannel(ranks, ranks.index(member.rank))
+    return ProcessGroup(ranks, member.rank, f"silent/{member.generation}", channel, _silent)
 
 
 def meeting_group_maker(meeting: Any) -> Callable[[Member, tuple[int, ...]], Any]:
@@ -298,9 +321,13 @@ def split_group(
 
 
 def _new_group(ranks: list[int]) -> ProcessGroup:
+    member = current_member()
+    if member is not None:
+        return member.make_group(member, tuple(ranks))
     with _creation_lock:
         # The name is made of the ranks and of how often this very set was made, which all members count alike.
         key = tuple(ranks)
         num_times = _num_times_made[key] = _num_times_made.get(key, 0) + 1
         name = f"hyper_parallel/{_num_worlds_left}/{'-'.join(map(str, ranks))}/{num_times}"
-        return ProcessGroup(ranks, get_rank(), name, transports.get_transport().make_group(ranks, name))
+        transport = transports.get_transport()
+        return ProcessGroup(ranks, get_rank(), name, transport.make_group(ranks, name), transport)

@@ -1,6 +1,7 @@
 """What carries tensors between processes, chosen once: ``HcclTransport`` on Ascend, ``TcpTransport`` on a CPU.
 
-Both have the same methods; ``collectives.py`` makes the checks and calls them. Every operation gives ``(result,
+Both have the same methods, as has ``SilentTransport`` for a world in which nobody else is (``silent_transport.py``);
+``collectives.py`` makes the checks and calls them. Every operation gives ``(result,
 handle)``: the result is complete once ``handle.wait()`` has returned. Results are new tensors, or are written
 through pointer and strides into the tensor that was given, whatever it views.
 
@@ -55,6 +56,8 @@ class Pending:
 
 class TcpTransport:
     """Tensors in host memory, over TCP connections between the processes."""
+
+    carries_meta = False
 
     def __init__(self) -> None:
         self.backend = "tcp"
@@ -223,6 +226,7 @@ class HcclTransport:
     """Tensors on Ascend devices, over MindSpore's hccl. A channel is hccl's name of the group."""
 
     backend = "hccl"
+    carries_meta = False
 
     def __init__(self) -> None:
         self._distributed = mint.distributed

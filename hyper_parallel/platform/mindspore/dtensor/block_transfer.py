@@ -92,7 +92,7 @@ def exchange_blocks(
     """``sends[r]`` of my block goes to group rank r, which fills ``receives[r]`` of the result; ``kept`` stays here."""
     with private_api.no_grad():
         parts = [ops.reshape(_part(tensor, box), (-1,)) for box in sends if box is not None and _numel(box)]
-        packed = mint.cat(parts, 0) if parts else tensors.zeros((0,), dtype=tensor.dtype)
+        packed = mint.cat(parts, 0) if parts else _zeros((0,), tensor)
     send_sizes = [_numel(box) for box in sends]
     receive_sizes = [_numel(box) for box in receives]
     received, handle = collectives.all_to_all_single(
@@ -109,16 +109,16 @@ def exchange_blocks(
                 values = narrowed(received, 0, start, size)
                 pieces.append((box, ops.reshape(values, box.sizes)))
             start += size
-        return _assembled(pieces, tuple(shape), tensor.dtype)
+        return _assembled(pieces, tuple(shape), tensor)
 
     return Pending(handle, finish)
 
 
-def _assembled(pieces: list[tuple[Region, Any]], shape: tuple[int, ...], dtype: Any) -> Any:
+def _assembled(pieces: list[tuple[Region, Any]], shape: tuple[int, ...], like: Any) -> Any:
     """The tensor whose parts are given, in memory of its own, by joining them dim by dim: pieces of a grid."""
     pieces = [(box, piece) for box, piece in pieces if 0 not in piece.shape]
     if not pieces:
-        return tensors.zeros(shape, dtype=dtype)
+        return _zeros(shape, like)
     if len(pieces) == 1:
         with private_api.no_grad():
             return clone(pieces[0][1])
@@ -151,10 +151,7 @@ def embed_block(tensor: Any, box: Region, shape: Sequence[int]) -> Any:
             sizes = [start, size - start - length]
             if not any(sizes):
                 continue
-            before, after = (
-                tensors.zeros((*padded.shape[:dim], count, *padded.shape[dim + 1 :]), dtype=padded.dtype)
-                for count in sizes
-            )
+            before, after = (_zeros((*padded.shape[:dim], count, *padded.shape[dim + 1 :]), padded) for count in sizes)
             padded = mint.cat([part for part in (before, padded, after) if part.shape[dim]] or [before], dim)
         return clone(padded) if padded is tensor else padded
 
@@ -163,8 +160,8 @@ def identity_like(tensor: Any, op: str) -> Any:
     """What leaves a reduction unchanged: zeros for a sum, ones for a product, the tensor itself for the others."""
     with private_api.no_grad():
         if op == "sum":
-            return tensors.zeros(tuple(tensor.shape), dtype=tensor.dtype)
-        return tensors.ones(tuple(tensor.shape), dtype=tensor.dtype) if op == "prod" else clone(tensor)
+            return _zeros(tensor.shape, tensor)
+        return tensors.full_like(tensor, 1.0) if op == "prod" else clone(tensor)
 
 
 def narrowed(tensor: Any, dim: int, start: int, length: int) -> Any:
@@ -190,5 +187,8 @@ def _padded(tensor: Any, dim: int, size: int) -> Any:
     missing = size - tensor.shape[dim]
     if not missing:
         return tensor.contiguous()
-    zeros = tensors.zeros((*tensor.shape[:dim], missing, *tensor.shape[dim + 1 :]), dtype=tensor.dtype)
-    return mint.cat([tensor, zeros], dim)
+    return mint.cat([tensor, _zeros((*tensor.shape[:dim], missing, *tensor.shape[dim + 1 :]), tensor)], dim)
+
+
+def _zeros(shape: Sequence[int], like: Any) -> Any:
+    return tensors.zeros(shape, like.dtype, like.device)

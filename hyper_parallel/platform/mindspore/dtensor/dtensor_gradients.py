@@ -44,8 +44,7 @@ def count_on_one_rank(gradient: Any, mesh: Any, axes: Sequence[int]) -> Any:
     """The gradient of a value that is a pending sum over ``axes``, to be used as a whole value there: one rank counts
     it, the others keep it in their graph with a gradient of zeros.
     """
-    coordinate = mesh.get_coordinate()
-    if not axes or not needs_grad(gradient) or coordinate is None or not any(coordinate[axis] for axis in axes):
+    if not axes or not needs_grad(gradient) or mesh.leads(axes):
         return gradient
     return detached(gradient) + zeros_kept_in_graph(gradient)
 

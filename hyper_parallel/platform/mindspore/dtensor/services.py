@@ -11,8 +11,9 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, mint, nn
 
-from hyper_parallel.platform.checks.collective_observers import observe
+from hyper_parallel.platform.checks.collective_observers import observe, observers, wait_observers
 from hyper_parallel.platform.mindspore import private_api
+from hyper_parallel.platform.mindspore.base.memory import from_array
 from hyper_parallel.platform.mindspore.base.tensors import dtype_name, str_to_dtype, tensor_to_numpy
 from hyper_parallel.platform.mindspore.communication.groups import get_process_group_ranks
 from hyper_parallel.platform.mindspore.dtensor.tensor_type import DTensorBase, as_dtensor, local_alias
@@ -37,8 +38,8 @@ def default_dtype() -> Any:
 
 
 def index_tensor(rows: Sequence[Sequence[int]], device: Any) -> Any:
-    """A matrix of int64."""
-    return Tensor(np.asarray([list(row) for row in rows], dtype=np.int64))
+    """A matrix of int64; real also where other tensors are made without memory."""
+    return from_array(np.asarray([list(row) for row in rows], dtype=np.int64))
 
 
 def to_device(tensor: Any, device_type: str) -> Any:
@@ -142,7 +143,12 @@ def register_forward_hook(
 
 def observe_collectives(tell: Callable[[str, list[int], Any, str, int, bool], None]) -> Callable[[], None]:
     """Call ``tell(op, ranks, shape, dtype, num_bytes, async_op)`` before every collective; returns how to stop."""
-    return observe(tell, get_process_group_ranks, dtype_name)
+    return observe(observers, tell, get_process_group_ranks, dtype_name)
+
+
+def observe_waits(tell: Callable[[str, list[int], Any, str, int, bool], None]) -> Callable[[], None]:
+    """Call ``tell`` with the same arguments when a wait for an operation has ended; returns how to stop."""
+    return observe(wait_observers, tell, get_process_group_ranks, dtype_name)
 
 
 @contextmanager

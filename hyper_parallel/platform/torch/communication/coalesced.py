@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.distributed.distributed_c10d import AllgatherOptions
 
-from hyper_parallel.platform.checks.collective_observers import notify_observers, observers
+from hyper_parallel.platform.checks.collective_observers import CollectiveCall, announce, observers, wait_observers
 from hyper_parallel.platform.torch.communication import collectives, groups
 from hyper_parallel.platform.torch.communication.group_facts import (
+    GATHER_OPTIONS,
     GroupFacts,
     as_bytes,
     check_out,
@@ -18,30 +18,12 @@ from hyper_parallel.platform.torch.communication.group_facts import (
     find_facts,
     find_movable,
     find_reduction,
-    make_options,
 )
 from hyper_parallel.platform.torch.communication.groups import DONE
-from hyper_parallel.platform.torch.communication.lost_ranks import Handle
+from hyper_parallel.platform.torch.communication.handles import AllHandles, given
 from hyper_parallel.platform.torch.communication.rank_agreement import COMPARES_RANKS, compare_ranks
 
 __all__ = ["all_gather_into_tensors", "reduce_scatter_tensors"]
-
-_GATHER_OPTIONS = (make_options(AllgatherOptions, False), make_options(AllgatherOptions, True))
-
-
-class _AllHandles:
-    """Several operations in flight."""
-
-    def __init__(self, handles: Sequence[Any]) -> None:
-        self._handles = handles
-
-    def wait(self) -> bool:
-        for handle in self._handles:
-            handle.wait()
-        return True
-
-    def is_completed(self) -> bool:
-        return all(handle.is_completed() for handle in self._handles)
 
 
 def all_gather_into_tensors(
@@ -55,10 +37,10 @@ def all_gather_into_tensors(
     results = _results("all_gather_into_tensors", data, shapes, out, facts)
     if facts.size == 1 or not data:
         return _alone(data, results, async_op)
-    _announce("all_gather_into_tensors", data, group, facts, async_op, None)
+    call = _begin("all_gather_into_tensors", data, group, facts, async_op, None)
     sent = [as_bytes(contiguous(tensor)) for tensor in data]
-    work = group.allgather_into_tensor_coalesced([as_bytes(one) for one in results], sent, _GATHER_OPTIONS[async_op])
-    return _given(results, work, async_op)
+    work = group.allgather_into_tensor_coalesced([as_bytes(one) for one in results], sent, GATHER_OPTIONS[async_op])
+    return given(results, work, async_op, call)
 
 
 def reduce_scatter_tensors(
@@ -89,10 +71,10 @@ def reduce_scatter_tensors(
     if options is None or len({tensor.dtype for tensor in data}) > 1:
         pairs = zip(data, results, strict=True)
         handles = [collectives.reduce_scatter_tensor(tensor, group, True, op, out=one)[1] for tensor, one in pairs]
-        return _given(results, _AllHandles(handles), async_op)
-    _announce("reduce_scatter_tensors", data, group, facts, async_op, op)
+        return given(results, AllHandles(handles), async_op, None)
+    call = _begin("reduce_scatter_tensors", data, group, facts, async_op, op)
     work = group.reduce_scatter_tensor_coalesced(results, [contiguous(one) for one in data], options[async_op])
-    return _given(results, work, async_op)
+    return given(results, work, async_op, call)
 
 
 def _results(
@@ -117,24 +99,16 @@ def _alone(data: Sequence[torch.Tensor], results: list[torch.Tensor], async_op: 
     return (results, DONE) if async_op else results
 
 
-def _announce(
+def _begin(
     function: str, data: Sequence[torch.Tensor], group: Any, facts: GroupFacts, async_op: bool, op: str | None
-) -> None:
+) -> CollectiveCall | None:
     """Tell observers and the other ranks of one operation on all bytes of the tensors."""
     num_bytes = sum(tensor.numel() * tensor.itemsize for tensor in data)
     joined = torch.empty(num_bytes, dtype=torch.uint8, device="meta")
     if COMPARES_RANKS:
         compare_ranks(function, joined, group, facts, **({} if op is None else {"op": op}))
     groups.wait_until_connected(group)
-    if observers:
-        notify_observers(function, group, joined, async_op)
+    call = announce(function, group, joined, async_op) if observers or wait_observers else None
     if facts.ledger is not None:
         facts.ledger.enter(function, joined.shape, joined.dtype, op)
-
-
-def _given(results: list[torch.Tensor], work: Any, async_op: bool) -> Any:
-    handle = work if isinstance(work, _AllHandles) else Handle(work)
-    if async_op:
-        return results, handle
-    handle.wait()
-    return results
+    return call

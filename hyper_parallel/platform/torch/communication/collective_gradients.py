@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from hyper_parallel.platform.checks.collective_observers import notify_observers, observers
+from hyper_parallel.platform.checks.collective_observers import announce, observers
 from hyper_parallel.platform.shared.collective_gradients import Framework, make_functions
 from hyper_parallel.platform.torch.communication import collectives, group_facts, groups
 from hyper_parallel.platform.torch.communication.lost_ranks import completed, naming_lost_ranks
@@ -44,7 +44,7 @@ def _exchange(tensor: torch.Tensor, peer_rank: int, group: dist.ProcessGroup) ->
     if tensor.numel() == 0:
         return received
     if observers:
-        notify_observers("p2p_exchange", group, tensor, False)
+        announce("p2p_exchange", group, tensor, peer=peer_rank)
     # As bytes, which every backend moves. In one batch: two ranks that each send first and receive after would
     # block each other on an accelerator.
     sent = group_facts.as_bytes(group_facts.contiguous(tensor))

@@ -19,21 +19,20 @@ too, after several microseconds of Python. Profiling and the flight recorder sit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import AllgatherOptions
 
 from hyper_parallel.platform.checks.collective_checks import check_splits, describe_objects
-from hyper_parallel.platform.checks.collective_observers import CollectiveCall, notify_observers, observers
+from hyper_parallel.platform.checks.collective_observers import CollectiveCall, announce, observers, wait_observers
 from hyper_parallel.platform.torch.communication import groups
 from hyper_parallel.platform.torch.communication.carried_reductions import reduce_stacked
 from hyper_parallel.platform.torch.communication.group_facts import (
+    GATHER_OPTIONS,
     GroupFacts,
-    PendingResult,
     Reduction,
     as_bytes,
     check_out,
@@ -47,7 +46,7 @@ from hyper_parallel.platform.torch.communication.group_facts import (
     make_options,
 )
 from hyper_parallel.platform.torch.communication.groups import DONE, connecting
-from hyper_parallel.platform.torch.communication.lost_ranks import Handle, completed
+from hyper_parallel.platform.torch.communication.handles import finished, given
 from hyper_parallel.platform.torch.communication.messages import (
     all_gather_object,
     irecv,
@@ -72,18 +71,7 @@ __all__ = [
     "send_object_list",
 ]
 
-
-_GATHER_OPTIONS = (make_options(AllgatherOptions, False), make_options(AllgatherOptions, True))
 _EXCHANGE_OPTIONS = (make_options(dist.AllToAllOptions, False), make_options(dist.AllToAllOptions, True))
-
-
-def _finished(result: Any, work: Any, finish: Callable[[], None], async_op: bool) -> Any:
-    """The result of a collective after which ``finish`` is to be called."""
-    handle = PendingResult(work, finish)
-    if async_op:
-        return result, handle
-    handle.wait()
-    return result
 
 
 def _announce_barrier(group: dist.ProcessGroup) -> None:
@@ -115,30 +103,32 @@ def all_reduce(data: torch.Tensor, group_info: Any, async_op: bool = False, op: 
     if COMPARES_RANKS:
         compare_ranks("all_reduce", data, group_info, facts, op=op)
     try:
-        reduction = facts.reductions[data.device, data.dtype, op]
+        dtype = data.dtype
+        reduction = facts.reductions[data.device, dtype, op]
     except (KeyError, AttributeError, TypeError):
         reduction = find_reduction("all_reduce", data, op, facts)
     if facts.size == 1:
         return (data, DONE) if async_op else data
     if connecting:
         groups.wait_until_connected(group_info)
-    if observers:
-        notify_observers("all_reduce", group_info, data, async_op)
+    call = announce("all_reduce", group_info, data, async_op) if observers or (async_op and wait_observers) else None
     if reduction.is_native and data.is_contiguous():
         if facts.ledger is not None:
-            facts.ledger.enter("all_reduce", data.shape, data.dtype, op)
+            facts.ledger.enter("all_reduce", data.shape, dtype, op)
         work = group_info.allreduce([data.detach() if data.requires_grad else data], reduction.options[async_op])
-        if async_op:
-            return data, Handle(work)
-        if work is not None:
-            completed(work)
-        return data
-    return _all_reduce_carried(data, group_info, facts, reduction, async_op, op)
+        return given(data, work, async_op, call)
+    return _all_reduce_carried(data, group_info, facts, reduction, async_op, op, call)
 
 
 @torch.no_grad()
 def _all_reduce_carried(
-    data: torch.Tensor, group: dist.ProcessGroup, facts: GroupFacts, reduction: Reduction, async_op: bool, op: str
+    data: torch.Tensor,
+    group: dist.ProcessGroup,
+    facts: GroupFacts,
+    reduction: Reduction,
+    async_op: bool,
+    op: str,
+    call: CollectiveCall | None,
 ) -> Any:
     check_writable("all_reduce", data, facts)
     plain = contiguous(data)
@@ -147,8 +137,8 @@ def _all_reduce_carried(
         stacked = data.new_empty((facts.size, *data.shape))
         if facts.ledger is not None:
             facts.ledger.enter("all_reduce", data.shape, data.dtype, op)
-        work = group.all_gather_single(as_bytes(stacked), as_bytes(plain), _GATHER_OPTIONS[async_op])
-        return _finished(data, work, lambda: reduce_stacked(stacked, op, data), async_op)
+        work = group.all_gather_single(as_bytes(stacked), as_bytes(plain), GATHER_OPTIONS[async_op])
+        return finished(data, work, async_op, call, lambda: reduce_stacked(stacked, op, data))
     carried = plain if carrier.load is None else carrier.load(plain)
     if facts.ledger is not None:
         facts.ledger.enter("all_reduce", data.shape, data.dtype, op)
@@ -159,7 +149,7 @@ def _all_reduce_carried(
         if result.data_ptr() != data.data_ptr():
             data.copy_(result)
 
-    return _finished(data, work, finish, async_op)
+    return finished(data, work, async_op, call, finish)
 
 
 def all_gather_into_tensor(
@@ -175,7 +165,8 @@ def all_gather_into_tensor(
     if COMPARES_RANKS:
         compare_ranks("all_gather_into_tensor", data, group_info, facts)
     try:
-        movable = facts.movable[data.device, data.dtype]
+        dtype = data.dtype
+        movable = facts.movable[data.device, dtype]
     except (KeyError, AttributeError):
         movable = find_movable("all_gather_into_tensor", data, facts)
     shape = data.shape
@@ -189,8 +180,11 @@ def all_gather_into_tensor(
         return (result, DONE) if async_op else result
     if connecting:
         groups.wait_until_connected(group_info)
-    if observers:
-        notify_observers("all_gather_into_tensor", group_info, data, async_op)
+    call = (
+        announce("all_gather_into_tensor", group_info, data, async_op)
+        if observers or (async_op and wait_observers)
+        else None
+    )
     if movable and shape and data.is_contiguous():
         sent = data.detach() if data.requires_grad else data
         result = received = data.new_empty((shape[0] * size, *shape[1:])) if out is None else out
@@ -202,13 +196,9 @@ def all_gather_into_tensor(
         if not movable:
             sent, received = sent.view(torch.uint8), received.view(torch.uint8)
     if facts.ledger is not None:
-        facts.ledger.enter("all_gather_into_tensor", shape, data.dtype)
-    work = group_info.all_gather_single(received, sent, _GATHER_OPTIONS[async_op])
-    if async_op:
-        return result, Handle(work)
-    if work is not None:
-        completed(work)
-    return result
+        facts.ledger.enter("all_gather_into_tensor", shape, dtype)
+    work = group_info.all_gather_single(received, sent, GATHER_OPTIONS[async_op])
+    return given(result, work, async_op, call)
 
 
 def reduce_scatter_tensor(
@@ -224,7 +214,8 @@ def reduce_scatter_tensor(
     if COMPARES_RANKS:
         compare_ranks("reduce_scatter_tensor", data, group_info, facts, op=op)
     try:
-        reduction = facts.reductions[data.device, data.dtype, op]
+        dtype = data.dtype
+        reduction = facts.reductions[data.device, dtype, op]
     except (KeyError, AttributeError, TypeError):
         reduction = find_reduction("reduce_scatter_tensor", data, op, facts)
     shape = data.shape
@@ -241,34 +232,28 @@ def reduce_scatter_tensor(
         return (result, DONE) if async_op else result
     if connecting:
         groups.wait_until_connected(group_info)
-    if observers:
-        notify_observers("reduce_scatter_tensor", group_info, data, async_op)
+    call = (
+        announce("reduce_scatter_tensor", group_info, data, async_op)
+        if observers or (async_op and wait_observers)
+        else None
+    )
     if data.requires_grad or not data.is_contiguous():
         data = contiguous(data)
     result = data.new_empty((shape[0] // size, *shape[1:])) if out is None else out
     if reduction.scatter_options is not None:
         if facts.ledger is not None:
-            facts.ledger.enter("reduce_scatter_tensor", shape, data.dtype, op)
+            facts.ledger.enter("reduce_scatter_tensor", shape, dtype, op)
         work = group_info.reduce_scatter_single(result, data, reduction.scatter_options[async_op])
-        if async_op:
-            return result, Handle(work)
-        if work is not None:
-            completed(work)
-        return result
+        return given(result, work, async_op, call)
     # Each rank receives all addends of its own part and adds them up in rank order.
     stacked = data.new_empty((size, *result.shape))
     sent, received = data, stacked
     if not facts.movable[data.device, data.dtype]:
         sent, received = as_bytes(contiguous(data)), as_bytes(stacked)
     if facts.ledger is not None:
-        facts.ledger.enter("reduce_scatter_tensor", shape, data.dtype, op)
+        facts.ledger.enter("reduce_scatter_tensor", shape, dtype, op)
     work = group_info.all_to_all_single(received, sent, (), (), _EXCHANGE_OPTIONS[async_op])
-    if async_op:
-        return result, PendingResult(work, lambda: reduce_stacked(stacked, op, result))
-    if work is not None:
-        completed(work)
-    reduce_stacked(stacked, op, result)
-    return result
+    return finished(result, work, async_op, call, lambda: reduce_stacked(stacked, op, result))
 
 
 def broadcast(data: torch.Tensor, src: int, group: Any, async_op: bool = False) -> Any:
@@ -279,7 +264,8 @@ def broadcast(data: torch.Tensor, src: int, group: Any, async_op: bool = False) 
     if COMPARES_RANKS:
         compare_ranks("broadcast", data, group, facts, src=src)
     try:
-        movable = facts.movable[data.device, data.dtype]
+        dtype = data.dtype
+        movable = facts.movable[data.device, dtype]
     except (KeyError, AttributeError):
         movable = find_movable("broadcast", data, facts)
     place = facts.places.get(src)
@@ -294,29 +280,26 @@ def broadcast(data: torch.Tensor, src: int, group: Any, async_op: bool = False) 
         facts.broadcasts[place, async_op] = options
     if connecting:
         groups.wait_until_connected(group)
-    if observers:
-        notify_observers("broadcast", group, data, async_op)
+    call = (
+        announce("broadcast", group, data, async_op, peer=src) if observers or (async_op and wait_observers) else None
+    )
     if movable and data.is_contiguous():
         if facts.ledger is not None:
-            facts.ledger.enter("broadcast", data.shape, data.dtype, src)
+            facts.ledger.enter("broadcast", data.shape, dtype, src)
         work = group.broadcast([data.detach() if data.requires_grad else data], options)
-        if async_op:
-            return data, Handle(work)
-        if work is not None:
-            completed(work)
-        return data
+        return given(data, work, async_op, call)
     with torch.no_grad():
         check_writable("broadcast", data, facts)
         plain = contiguous(data)
         if facts.ledger is not None:
-            facts.ledger.enter("broadcast", data.shape, data.dtype, src)
+            facts.ledger.enter("broadcast", data.shape, dtype, src)
         work = group.broadcast([plain if movable else as_bytes(plain)], options)
 
         def finish() -> None:
             if plain.data_ptr() != data.data_ptr():
                 data.copy_(plain)
 
-        return _finished(data, work, finish, async_op)
+        return finished(data, work, async_op, call, finish)
 
 
 def all_to_all_single(
@@ -336,10 +319,11 @@ def all_to_all_single(
         group, facts = find_facts(group)
     output_shape = tuple(output_shape)
     if COMPARES_RANKS:
-        given = {"output_shape": output_shape, "output_splits": output_splits, "input_splits": input_splits}
-        compare_ranks("all_to_all_single", input_tensor, group, facts, **given)
+        arguments = {"output_shape": output_shape, "output_splits": output_splits, "input_splits": input_splits}
+        compare_ranks("all_to_all_single", input_tensor, group, facts, **arguments)
     try:
-        movable = facts.movable[input_tensor.device, input_tensor.dtype]
+        dtype = input_tensor.dtype
+        movable = facts.movable[input_tensor.device, dtype]
     except (KeyError, AttributeError):
         movable = find_movable("all_to_all_single", input_tensor, facts)
     if output_splits is None and input_splits is None:
@@ -364,8 +348,10 @@ def all_to_all_single(
         return output, DONE if async_op else None
     if connecting:
         groups.wait_until_connected(group)
-    if observers:
-        notify_observers("all_to_all_single", group, input_tensor, async_op)
+    call = None
+    if observers or (async_op and wait_observers):
+        rows = (tuple(sent_rows), tuple(received_rows)) if splits else None
+        call = announce("all_to_all_single", group, input_tensor, async_op, splits=rows)
     output = input_tensor.new_empty(output_shape)
     sent, received = input_tensor, output
     if input_tensor.requires_grad or not input_tensor.is_contiguous():
@@ -374,15 +360,12 @@ def all_to_all_single(
         sent, received, received_rows, sent_rows = _flattened(sent, output, received_rows, sent_rows, movable)
     if facts.ledger is not None:
         if splits:
-            facts.ledger.exchange(input_tensor.shape, input_tensor.dtype, *splits)
+            facts.ledger.exchange(input_tensor.shape, dtype, *splits)
         else:
-            facts.ledger.enter("all_to_all_single", input_tensor.shape, input_tensor.dtype)
+            facts.ledger.enter("all_to_all_single", input_tensor.shape, dtype)
     work = group.all_to_all_single(received, sent, received_rows, sent_rows, _EXCHANGE_OPTIONS[async_op])
-    if async_op:
-        return output, Handle(work)
-    if work is not None:
-        completed(work)
-    return output, None
+    result = given(output, work, async_op, call)
+    return result if async_op else (result, None)
 
 
 def _flattened(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from datetime import timedelta
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllgatherOptions
 
 from hyper_parallel.platform.checks.collective_checks import short
 from hyper_parallel.platform.shared.framework_of import kind_of
@@ -21,31 +21,8 @@ from hyper_parallel.platform.torch.communication.carried_reductions import (
     why_not,
 )
 from hyper_parallel.platform.torch.communication.ledgers import Ledger, open_ledger
-from hyper_parallel.platform.torch.communication.lost_ranks import completed, introduce
+from hyper_parallel.platform.torch.communication.lost_ranks import introduce
 from hyper_parallel.platform.torch.communication.pretend_groups import PretendGroup
-
-
-class PendingResult:
-    """A handle whose ``wait`` also does the local work that follows the communication."""
-
-    __slots__ = ("_finish", "_work")
-
-    def __init__(self, work: Any, finish: Callable[[], None]) -> None:
-        self._work = work
-        self._finish: Callable[[], None] | None = finish
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        if self._finish is not None:
-            if self._work is not None:
-                completed(self._work) if timeout is None else self._work.wait(timeout)
-            with torch.no_grad():
-                self._finish()
-            self._finish = None
-        return True
-
-    def is_completed(self) -> bool:
-        return self._finish is None or self._work is None or self._work.is_completed()
-
 
 # ---------------------------------------------------------------- what is known about a group
 
@@ -102,6 +79,7 @@ def make_options(kind: type, async_op: bool, reduce_op: Any = None) -> Any:
     return options
 
 
+GATHER_OPTIONS = (make_options(AllgatherOptions, False), make_options(AllgatherOptions, True))
 known_facts: dict[int, GroupFacts] = {}  # By the group's id: an entry goes when its group does.
 
 

@@ -36,7 +36,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from hyper_parallel.platform.checks.group_checks import DONE, check_members, global_rank_of, part_of_split
+from hyper_parallel.platform.checks.collective_observers import announce, observers, telling, wait_observers
+from hyper_parallel.platform.checks.group_checks import (
+    DONE,
+    check_members,
+    global_rank_of,
+    part_of_split,
+    refuse_member,
+)
 from hyper_parallel.platform.platform import EXISTING_COMM_GROUPS
 from hyper_parallel.platform.shared.membership import current_member
 from hyper_parallel.platform.torch.base import devices
@@ -95,7 +102,7 @@ def init_process_group(
 ) -> None:
     """Join the world. ``backend=None``: Gloo for CPU tensors and the accelerator's own backend, if there is one."""
     global _world_timeout
-    _refuse_member("init_process_group")
+    refuse_member("init_process_group")
     if dist.is_initialized():
         raise RuntimeError(
             f"init_process_group: this process is already rank {dist.get_rank()} of a world of {dist.get_world_size()} "
@@ -131,9 +138,9 @@ def destroy_process_group(group: Any = None) -> None:
     """Leave ``group``, or the world and every group made in it; ``create_group`` no longer knows them."""
     global _num_worlds_left
     leaving = unwrap_group(group)
+    if leaving is dist.group.WORLD or leaving is getattr(current_member(), "world_group", None):
+        refuse_member("destroy_process_group")
     if isinstance(leaving, PretendGroup):
-        if leaving.size() == get_world_size():
-            _refuse_member("destroy_process_group")
         for ranks in [ranks for ranks, known in EXISTING_COMM_GROUPS.items() if known is leaving]:
             del EXISTING_COMM_GROUPS[ranks]
         return
@@ -150,15 +157,6 @@ def destroy_process_group(group: Any = None) -> None:
     for forget in on_destroy:
         forget(leaving)
     dist.destroy_process_group(leaving)
-
-
-def _refuse_member(function: str) -> None:
-    member = current_member()
-    if member is not None:
-        raise RuntimeError(
-            f"{function}: this thread is rank {member.rank} of a pretend world of {member.world_size}, which is there "
-            "as long as the thread is; call it outside, on a process"
-        )
 
 
 def _forget_world() -> None:
@@ -290,16 +288,17 @@ def barrier(group: Any = None, async_op: bool = False, device_ids: Sequence[int]
     if group.size() == 1:
         return DONE if async_op else None
     wait_until_connected(group)
-    for announce in before_barrier:
-        announce(group)
+    call = announce("barrier", group, None, async_op) if observers or wait_observers else None
+    for prepare in before_barrier:
+        prepare(group)
     if isinstance(group, PretendGroup):
         work = group.barrier()
         if not async_op:
             work.wait()
-        return work if async_op else None
+        return telling(work, call) if async_op else None
     with naming_lost_ranks():
         work = dist.barrier(group, async_op=async_op, device_ids=None if device_ids is None else list(device_ids))
-    return None if work is None else Handle(work)
+    return None if work is None else telling(Handle(work), call)
 
 
 # ---------------------------------------------------------------- making groups

@@ -59,11 +59,12 @@ class Handle:
         self._work = work
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        if timeout is None:
-            completed(self._work)
-        else:
-            with naming_lost_ranks():
-                self._work.wait(timeout)
+        try:
+            self._work.wait() if timeout is None else self._work.wait(timeout)
+        except CommunicationError:
+            raise
+        except RuntimeError as error:
+            raise named(error) from error
         return True
 
     def is_completed(self) -> bool:

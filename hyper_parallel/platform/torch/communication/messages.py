@@ -9,11 +9,10 @@ import torch
 import torch.distributed as dist
 
 from hyper_parallel.platform.checks.collective_checks import check_message, describe_objects
-from hyper_parallel.platform.checks.collective_observers import notify_observers, observers
+from hyper_parallel.platform.checks.collective_observers import announce, observers, telling, wait_observers
 from hyper_parallel.platform.torch.communication import groups
 from hyper_parallel.platform.torch.communication.group_facts import (
     GroupFacts,
-    PendingResult,
     as_bytes,
     check_writable,
     contiguous,
@@ -23,6 +22,7 @@ from hyper_parallel.platform.torch.communication.group_facts import (
     peer_of,
 )
 from hyper_parallel.platform.torch.communication.groups import connecting
+from hyper_parallel.platform.torch.communication.handles import PendingResult
 from hyper_parallel.platform.torch.communication.lost_ranks import Handle, named, naming_lost_ranks
 from hyper_parallel.platform.torch.communication.pretend_groups import PretendGroup, unpickled
 from hyper_parallel.platform.torch.communication.rank_agreement import COMPARES_RANKS, compare_calls
@@ -36,7 +36,8 @@ def isend(tensor: torch.Tensor, dst: int | None = None, group: Any = None, tag: 
     if facts is None:
         group, facts = find_facts(group)
     try:
-        movable = facts.movable[tensor.device, tensor.dtype]
+        dtype = tensor.dtype
+        movable = facts.movable[tensor.device, dtype]
     except (KeyError, AttributeError):
         movable = find_movable("isend", tensor, facts)
     place = facts.places.get(dst)
@@ -44,18 +45,18 @@ def isend(tensor: torch.Tensor, dst: int | None = None, group: Any = None, tag: 
         place = peer_of("isend", dst, "dst", facts)
     if connecting:
         groups.wait_until_connected(group)
-    if observers:
-        notify_observers("isend", group, tensor, True)
+    call = announce("isend", group, tensor, True, peer=dst, tag=tag) if observers or wait_observers else None
     if facts.ledger is not None:
-        facts.ledger.send(place, tag, tensor.numel(), tensor.dtype)
+        facts.ledger.send(place, tag, tensor.numel(), dtype)
     if tensor.requires_grad or not movable or not tensor.is_contiguous():
         tensor = contiguous(tensor)
         if not movable:
             tensor = as_bytes(tensor)
     try:
-        return Handle(group.send([tensor], place, tag))
+        handle = Handle(group.send([tensor], place, tag))
     except RuntimeError as error:
         raise named(error) from error
+    return handle if call is None else telling(handle, call)
 
 
 def irecv(tensor: torch.Tensor, src: int | None = None, group: Any = None, tag: int = 0) -> Any:
@@ -64,7 +65,8 @@ def irecv(tensor: torch.Tensor, src: int | None = None, group: Any = None, tag: 
     if facts is None:
         group, facts = find_facts(group)
     try:
-        movable = facts.movable[tensor.device, tensor.dtype]
+        dtype = tensor.dtype
+        movable = facts.movable[tensor.device, dtype]
     except (KeyError, AttributeError):
         movable = find_movable("irecv", tensor, facts)
     place = facts.places.get(src)
@@ -78,18 +80,17 @@ def irecv(tensor: torch.Tensor, src: int | None = None, group: Any = None, tag: 
         plain = contiguous(tensor)
     if connecting:
         groups.wait_until_connected(group)
-    if observers:
-        notify_observers("irecv", group, tensor, True)
+    call = announce("irecv", group, tensor, True, peer=src, tag=tag) if observers or wait_observers else None
     if facts.ledger is not None:
-        facts.ledger.receive(place, tag, tensor.numel(), tensor.dtype)
+        facts.ledger.receive(place, tag, tensor.numel(), dtype)
     buffer = [plain if movable else as_bytes(plain)]
     try:
         work = group.recv_anysource(buffer, tag) if place is None else group.recv(buffer, place, tag)
     except RuntimeError as error:
         raise named(error) from error
-    if plain is tensor or plain.data_ptr() == tensor.data_ptr():
-        return Handle(work)
-    return PendingResult(work, lambda: tensor.copy_(plain))
+    is_in_place = plain is tensor or plain.data_ptr() == tensor.data_ptr()
+    handle = Handle(work) if is_in_place else PendingResult(work, lambda: tensor.copy_(plain))
+    return handle if call is None else telling(handle, call)
 
 
 # ---------------------------------------------------------------- objects
@@ -103,6 +104,8 @@ def send_object_list(obj_list: list[Any], dst: int | None = None, group: Any = N
     if not obj_list:
         return
     pickled = [pickle.dumps(obj) for obj in obj_list]
+    if observers:
+        announce("send_object_list", group, None, num_bytes=sum(map(len, pickled)), peer=dst)
     if facts.ledger is not None:
         facts.ledger.send(place, 0, len(obj_list))
     if COMPARES_RANKS:
@@ -132,6 +135,8 @@ def recv_object_list(obj_list: list[Any], src: int | None = None, group: Any = N
     groups.wait_until_connected(group)
     if not obj_list:
         return src
+    if observers:
+        announce("recv_object_list", group, None, peer=src)
     if facts.ledger is not None:
         facts.ledger.receive(place, 0, len(obj_list))
     if COMPARES_RANKS:
@@ -178,6 +183,8 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> No
     if COMPARES_RANKS:
         compare_calls(describe_objects("all_gather_object"), group, facts)
     pickled = pickle.dumps(obj)
+    if observers:
+        announce("all_gather_object", group, None, num_bytes=len(pickled))
     parts: list[Any] = [None] * facts.size
     if facts.ledger is not None:
         facts.ledger.enter("all_gather_object")

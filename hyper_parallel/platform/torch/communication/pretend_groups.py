@@ -4,7 +4,8 @@ Note [Groups that nobody answers]
 ---------------------------------
 In a silent world there is one rank. A collective on tensors without memory has nothing to do: the result was allocated
 by the caller, as for a real group. Tensors with memory (sizes, positions, counts) come back as if every rank had given
-what this one gave. What only another rank can know, an object that it sends, is an error.
+what this one gave, computed in their own memory: what is measured in such a world is what a rank of a real one
+needs. What only another rank can know, an object that it sends, is an error.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ import torch.distributed as dist
 
 from hyper_parallel.platform.checks.call_site import call_site
 from hyper_parallel.platform.checks.collective_checks import disagreement_text
-from hyper_parallel.platform.checks.group_checks import DONE
+from hyper_parallel.platform.checks.group_checks import DONE, nobody_sends_first, nobody_sends_objects
 from hyper_parallel.platform.pretend.meeting import MeetingPlace
-from hyper_parallel.platform.shared.membership import Member
+from hyper_parallel.platform.shared.membership import Member, current_member
 
 __all__ = ["meeting_group_maker", "silent_group"]
 
@@ -52,12 +53,12 @@ class SilentGroup(PretendGroup):
     def allreduce(self, tensors: list[torch.Tensor], options: Any) -> Any:
         for tensor in tensors:
             if not tensor.is_meta:
-                tensor.copy_(_reduced([tensor] * self.size(), options.reduceOp))
+                _reduce_with_equals(tensor, options.reduceOp, self.size())
         return DONE
 
     def all_gather_single(self, output: torch.Tensor, data: torch.Tensor, options: Any = None) -> Any:
         if not data.is_meta:
-            output.view(-1).copy_(data.reshape(-1).repeat(self.size()))
+            output.view(self.size(), -1).copy_(data.reshape(1, -1).expand(self.size(), -1))
         return DONE
 
     def allgather_into_tensor_coalesced(self, outputs: Any, data: Any, options: Any = None) -> Any:
@@ -70,8 +71,8 @@ class SilentGroup(PretendGroup):
     ) -> Any:
         if not data.is_meta:
             mine = _parts(data, sent, self.size())[self.place]
-            rows = [part.shape[0] for part in _parts(output, received, self.size())]
-            torch.cat([_with_rows(mine, count) for count in rows], out=output.view(-1, *data.shape[1:]))
+            for part in _parts(output, received, self.size()):
+                _fill_with_rows(part, mine)
         return DONE
 
     def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Any:
@@ -87,7 +88,7 @@ class SilentGroup(PretendGroup):
         return DONE
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> Any:
-        raise RuntimeError("a silent world cannot say who sends first; name the source of the message")
+        raise nobody_sends_first()
 
     def barrier(self) -> Any:
         return DONE
@@ -99,8 +100,7 @@ class SilentGroup(PretendGroup):
         pass
 
     def receive_objects(self, num_objects: int, place: int | None) -> tuple[int, list[bytes]]:
-        sender = "another rank" if place is None else f"rank {self.ranks[place]}"
-        raise RuntimeError(f"only {sender} knows the objects that it would send here, and a silent world has no others")
+        raise nobody_sends_objects(None if place is None else self.ranks[place])
 
 
 class MeetingGroup(PretendGroup):
@@ -219,6 +219,12 @@ def silent_group(member: Member, ranks: tuple[int, ...]) -> SilentGroup:
     return SilentGroup(member, ranks)
 
 
+def is_silent() -> bool:
+    """Whether this thread is a rank of a world in which nobody else is."""
+    member = current_member()
+    return member is not None and isinstance(member.world_group, SilentGroup)
+
+
 def meeting_group_maker(meeting: MeetingPlace) -> Callable[[Member, tuple[int, ...]], MeetingGroup]:
     """What makes the groups of one member; members that make groups of the same ranks in turn get the same ones."""
     num_made: dict[tuple[int, ...], int] = {}
@@ -333,11 +339,24 @@ def _parts(data: torch.Tensor, rows: Sequence[int], size: int) -> list[torch.Ten
     return list(data.split(list(rows) if len(rows) else [data.shape[0] // size] * size))
 
 
-def _with_rows(data: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Rows of ``data``, again and again."""
-    if not data.shape[0]:
-        return data.new_zeros((num_rows, *data.shape[1:]))
-    return data[torch.arange(num_rows) % data.shape[0]]
+def _fill_with_rows(part: torch.Tensor, rows: torch.Tensor) -> None:
+    """``rows`` again and again; zeros where there are none."""
+    if not rows.shape[0]:
+        part.zero_()
+        return
+    for piece in part.split(rows.shape[0]):
+        piece.copy_(rows[: piece.shape[0]])
+
+
+def _reduce_with_equals(tensor: torch.Tensor, reduce_op: Any, size: int) -> None:
+    """The reduction of ``size`` tensors that are all equal to this one, in place."""
+    op = _name_of(reduce_op)
+    if op == "SUM":
+        tensor.mul_(size)
+    elif op == "PRODUCT":
+        tensor.pow_(size)
+    elif op == "BXOR" and size % 2 == 0:
+        tensor.zero_()
 
 
 _FOLDS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -352,9 +371,13 @@ _FOLDS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 }
 
 
+def _name_of(reduce_op: Any) -> str:
+    return next(name for known, name in _OPS.items() if reduce_op == known)
+
+
 def _reduced(parts: Sequence[torch.Tensor], reduce_op: Any) -> torch.Tensor:
     """The reduction in the order of the ranks."""
-    op = next(name for known, name in _OPS.items() if reduce_op == known)
+    op = _name_of(reduce_op)
     result = parts[0].clone()
     for part in parts[1:]:
         result = _FOLDS[op](result, part)

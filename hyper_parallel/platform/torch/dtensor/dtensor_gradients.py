@@ -116,8 +116,7 @@ def count_on_one_rank(gradient: torch.Tensor, mesh: Any, axes: Sequence[int]) ->
     operator that varies. Used as a whole value it is the same on every rank, and must be counted by one: the others
     keep it in their graph with a gradient of zeros.
     """
-    coordinate = mesh.get_coordinate()
-    if not axes or not gradient.requires_grad or coordinate is None or not any(coordinate[axis] for axis in axes):
+    if not axes or not gradient.requires_grad or mesh.leads(axes):
         return gradient
     return gradient.detach() + zeros_kept_in_graph(gradient)
 

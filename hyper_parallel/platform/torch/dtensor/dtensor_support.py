@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hyper_parallel.platform.checks.collective_observers import observe
+from hyper_parallel.platform.checks.collective_observers import observe, observers, wait_observers
 from hyper_parallel.platform.torch.base.devices import get_device_type
 from hyper_parallel.platform.torch.base.dtensor_base import (
     DTensorBase,
@@ -183,7 +183,12 @@ def call_on_blocks(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 def observe_collectives(tell: Callable[[str, list[int], Any, str, int, bool], None]) -> Callable[[], None]:
     """Call ``tell(op, ranks, shape, dtype, num_bytes, async_op)`` before every collective; returns how to stop."""
-    return observe(tell, get_process_group_ranks, dtype_name)
+    return observe(observers, tell, get_process_group_ranks, dtype_name)
+
+
+def observe_waits(tell: Callable[[str, list[int], Any, str, int, bool], None]) -> Callable[[], None]:
+    """Call ``tell`` with the same arguments when a wait for an operation has ended; returns how to stop."""
+    return observe(wait_observers, tell, get_process_group_ranks, dtype_name)
 
 
 @contextmanager
@@ -244,6 +249,7 @@ __all__ = [
     "is_intercepted",
     "needs_grad",
     "observe_collectives",
+    "observe_waits",
     "register_forward_hook",
     "replace_block",
     "replicate_plain_tensors",

@@ -11,6 +11,7 @@ import torch
 
 from hyper_parallel.platform.torch.base.dtensor_base import DTensorBase, as_dtensor, local_alias
 from hyper_parallel.platform.torch.base.tensors import get_op_name, tree_map
+from hyper_parallel.platform.torch.communication.pretend_groups import is_silent
 from hyper_parallel.platform.torch.private_api import NoInterception, outside_of_modes
 
 
@@ -39,7 +40,43 @@ def result_wrapper(
             return _wrap_several(kind, result, layouts, shapes)
         return result
 
-    return run
+    return _without_memory(run) if is_silent() else run
+
+
+# Note [Operators without memory]
+# PyTorch finds the results of many operators on tensors without memory in Python code, which reads ``.shape``, the
+# global one on a DTensor, in backward too. So in a silent world, where such tensors are, operators get plain aliases.
+# An alias that is saved for backward keeps its DTensor alive, and what this one holds, as the DTensor itself would.
+
+
+def _without_memory(run: Callable[..., Any]) -> Callable[..., Any]:
+    """``run`` with plain tensors in place of DTensors that have no memory."""
+
+    def run_plain(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given: dict[int, Any] = {}
+
+        def block(value: Any) -> Any:
+            if isinstance(value, DTensorBase) and value.is_meta:
+                plain = local_alias(value)
+                plain._alias_of = value  # type: ignore[attr-defined]
+                given[id(plain)] = (plain, value)
+                return plain
+            return value
+
+        def original(value: Any) -> Any:
+            found = given.get(id(value))
+            return value if found is None else found[1]
+
+        def call(*blocks: Any, **named: Any) -> Any:
+            result = func(*blocks, **named)
+            if isinstance(result, (tuple, list)):
+                make = getattr(result, "_make", type(result))
+                return make(map(original, result))
+            return original(result)  # what an operator in place gives is the DTensor itself
+
+        return run(call, tree_map(block, tuple(args)), tree_map(block, dict(kwargs)))
+
+    return run_plain
 
 
 def _wrap_several(kind: type, results: Any, layouts: tuple[Any, ...], shapes: tuple[Any, ...]) -> Any:

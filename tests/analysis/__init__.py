@@ -1,0 +1,1 @@
+"""Tests of what is found about a job before it runs."""
