@@ -101,6 +101,8 @@ def test_values_by_the_law_beside_it():
 
     h = distribute_tensor(values[0].requires_grad_(), mesh, [R()])
     w, x = _later(values[1], mesh), distribute_tensor(values[2].requires_grad_(), mesh, [S(0)])
+    with hp.strict(implicit_redistribution=True):
+        assert (h * w).shape == (6, 6)  # nothing moves
     loss = program(h, w, x)
     with hp.CommRecorder() as recorder:
         backward(loss)

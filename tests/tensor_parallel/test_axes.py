@@ -9,10 +9,11 @@ from torch import nn
 import hyper_parallel as hp
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.mesh_axes import axes_within, on_axes, replicated_elsewhere, replicated_on, widened
+from hyper_parallel.platform.shared.membership import Member, as_member
 from tests.tensor_parallel.toy import Attention, Block, Decoder, Mlp
 from tests.world import run_on_ranks
 
-only_on = "torch"  # PyTorch's modules; cells: test_axes_on_mindspore.py
+only_on = "torch"  # PyTorch's modules; on MindSpore: test_axes_of_llama.py
 
 
 def _mesh(cp=2, names=("cp", "tp")):
@@ -239,6 +240,30 @@ def test_axes_of_a_mesh():
     assert replicated_elsewhere(partial, mesh["cp"])
     with pytest.raises(ValueError, match="is not made of axes of"):
         on_axes(same, layout)
+
+
+@pytest.mark.parametrize("rank", [0, 5])
+def test_a_rank_of_a_silent_world_without_memory(rank):
+    """(cp, tp) = (4, 2): 13 tokens are 4, 4, 4 and 1, and each block is sharded over tp between the halves."""
+    with as_member(Member(rank, 8, hp.get_platform().silent_group)):
+        mesh = hp.init_device_mesh("cpu", (4, 2), mesh_dim_names=("cp", "tp"))
+        with torch.device("meta"):
+            block = Block(8, 4, 12)
+        hp.parallelize_module(block, mesh, _block_plan(True), axes="tp", src_data_rank=None)
+        for module in block.modules():
+            for name, parameter in list(module._parameters.items()):
+                value = hp.reduce_later(parameter.detach(), "cp")
+                module._parameters[name] = nn.Parameter(value)
+        local = torch.empty(2, 4, 8, device="meta")
+        x = hp.DTensor.from_local(local, mesh, [hp.Shard(1), hp.Replicate()], shape=(2, 13, 8))
+        with hp.CommRecorder() as recorder:
+            out = block(x)
+            assert out.placements == (hp.Shard(1), hp.Shard(1)) and out.to_local().shape == (2, 2, 8)
+            out.sin().sum().backward()
+        gradient = block.mlp.up.weight.grad
+        assert gradient.placements == (hp.Partial(), hp.Shard(0)) and gradient.to_local().shape == (6, 8)
+        over_cp = [record for record in recorder.records if list(record.ranks) == list(mesh.line("cp"))]
+        assert all(len(record.shape) > 2 for record in over_cp)  # keys and values: no parameter
 
 
 @run_on_ranks(4)

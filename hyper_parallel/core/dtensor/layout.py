@@ -162,9 +162,9 @@ class Layout:
                 layout = _interned.get(key)
                 if layout is None:
                     layout = object.__new__(cls)
-                    values: dict[str, Any] = {"mesh": mesh, "dim_axes": dim_axes, "partials": partials}
-                    values |= {"reduced_later": later, "plans": {}, "_regions": {}, "_placed": set()}
-                    for name, value in {**values, "_placements": None, "_gradient": None}.items():
+                    fields: Any = {"mesh": mesh, "dim_axes": dim_axes, "partials": partials, "reduced_later": later}
+                    fields |= {"plans": {}, "_regions": {}, "_placed": set(), "_placements": None, "_gradient": None}
+                    for name, value in fields.items():
                         object.__setattr__(layout, name, value)
                     _interned[key] = layout
         return layout

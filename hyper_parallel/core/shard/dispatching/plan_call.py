@@ -64,6 +64,11 @@ def plan_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     return PlannedCall(call.name, paths, call, signature, choice, sources)
 
 
+def _lie_alike(source: Layout, target: Layout) -> bool:
+    """Whether nothing moves from one to the other, though gradients may be reduced elsewhere."""
+    return source.reduced(pending=False) is target.reduced(pending=False)
+
+
 def at_path(path: Path, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """The argument at ``path``."""
     found = args[path[0]] if isinstance(path[0], int) else kwargs[path[0]]
@@ -229,7 +234,7 @@ class PlannedCall:
         self.shapes = tuple(spec.shape for spec in call.tensors)
         # (path, wanted layout, axes to vary along, layout to move from) of the arguments that do not go in as they are
         self.changes = [
-            (path, target, axes, None if source is target else source)
+            (path, target, axes, None if _lie_alike(source, target) else source)
             for path, source, target, axes in zip(paths, sources, choice.inputs, choice.varies, strict=True)
             if source is not target or axes
         ]
