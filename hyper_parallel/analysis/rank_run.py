@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
@@ -140,8 +140,9 @@ class _Training:
         gc.collect()
         log.begin_counting()
         places: list[tuple[str, Call]] = []
-        stop_observing = platform.observe_collectives(lambda *_: places.append(log.place()))
-        with CommRecorder() as recorder:
+        with ExitStack() as stack:
+            stack.callback(platform.observe_collectives(lambda *_: places.append(log.place())))
+            recorder = stack.enter_context(CommRecorder())
             log.begin_phase(FORWARD)
             loss = call_model(self._model, self._inputs)
             log.begin_phase(BACKWARD)
@@ -160,7 +161,6 @@ class _Training:
                 self._counter.mark(platform.optimizer_state_of(self._optimizer), "optimizer state")
             for parameter in self._parameters:
                 parameter.grad = None
-        stop_observing()
         log.begin_phase(FORWARD)
         by_kind, by_module = _breakdown(log)
         collectives = [

@@ -142,7 +142,7 @@ def _joined(axes: DataAxes, parameter: Any, where: str) -> tuple[DeviceMesh, lis
             'as in mesh = init_device_mesh(..., mesh_dim_names=("dp", "tp")), mesh["dp"] and mesh["tp"]'
         )
     try:
-        joint = DeviceMesh.concatenate([axes.mesh, mesh])
+        joint = DeviceMesh.concatenate([axes.mesh, _cut_out_of(axes.mesh.root, mesh)])
     except ValueError as error:
         raise ValueError(
             f"{where} lies on {mesh}, which does not go with the data mesh {axes.mesh}: {error}; cut both out of one "
@@ -150,6 +150,15 @@ def _joined(axes: DataAxes, parameter: Any, where: str) -> tuple[DeviceMesh, lis
         ) from None
     offset = axes.mesh.ndim
     return joint, [tuple(axis + offset for axis in cut) for cut in layout.shard_axes], layout
+
+
+def _cut_out_of(root: DeviceMesh, mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh equal to ``mesh`` that is cut out of ``root``: layouts on equal meshes are one, whichever came first."""
+    names = mesh.mesh_dim_names
+    if mesh.root == root or names is None or not set(names) <= set(root.mesh_dim_names or ()):
+        return mesh
+    found = root[names]
+    return found if found == mesh else mesh
 
 
 def _on_joint_mesh(axes: DataAxes, layout: Layout, where: str) -> tuple[DeviceMesh, list[Any], Layout | None]:
