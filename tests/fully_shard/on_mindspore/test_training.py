@@ -58,7 +58,7 @@ def test_hybrid(shape) -> None:
 def test_two_shard_axes() -> None:
     mesh = mesh_of(2, 2, names=("dp", "cp"))
     ours = trains_as_one_device(Mlp, shard_blocks(mesh, shard_axes=("dp", "cp")), batch(8, 3), mesh, num_steps=2)
-    assert ours.first.weight._layout.cuts == ((0, 1), ())
+    assert ours.first.weight._layout.shard_axes == ((0, 1), ())
 
 
 @run_on_ranks(2, sweep=(3, 4))
