@@ -190,11 +190,11 @@ def test_groups_and_meshes_are_those_of_each_rank():
         assert platform.get_created_group([0, 1]) is group
         return mesh, id(group), len(EXISTING_COMM_GROUPS), platform.get_backend()
 
-    outside = hp.init_device_mesh("cpu", (2,), init_backend=False)
+    outside, groups = hp.init_device_mesh("cpu", (2,), init_backend=False), dict(EXISTING_COMM_GROUPS)
     (first, *_), (second, *_) = found = threads(2).run(program)
     assert first != second and first != outside and len({first, second, outside}) == 3
     assert [one[2:] for one in found] == [(1, "pretend")] * 2
-    assert found[0][1] != found[1][1] and not EXISTING_COMM_GROUPS
+    assert found[0][1] != found[1][1] and dict(EXISTING_COMM_GROUPS) == groups
     with pytest.raises(RuntimeError, match="build the mesh in the function that runs on the ranks"):
         threads(2).run(outside.get_group)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from tests.world.messages import Raised
 
-_OUR_FRAME = re.compile(r'tests.world.worker\.py", line \d+ in (_run|_join)$')
+_OUR_FRAME = re.compile(r'tests.world.worker\.py", line \d+ in (_run|_join|_call)$')
 _MOST_OUTPUT = 20_000  # characters shown of what one rank printed
 
 

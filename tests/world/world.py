@@ -72,6 +72,8 @@ class Worlds:
         self._worlds: dict[int, World] = {}
 
     def __call__(self, world_size: int, timeout: float = DEFAULT_TIMEOUT) -> TimedWorld:
+        if world_size < 1:
+            raise ValueError(f"a world has at least 1 rank, not {world_size}")
         key = 0 if self.uses_threads else world_size
         if key not in self._worlds:
             self._worlds[key] = World(self, world_size) if key else World(self, 1, hosts_threads=True)
@@ -120,8 +122,6 @@ class World:
     """The ranks of one world size. They are started by the first call, and again by the first call after a failure."""
 
     def __init__(self, worlds: Worlds, world_size: int, hosts_threads: bool = False) -> None:
-        if world_size < 1:
-            raise ValueError(f"a world has at least 1 rank, not {world_size}")
         self.world_size = world_size
         self._hosts_threads = hosts_threads
         self._worlds = worlds
