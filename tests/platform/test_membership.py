@@ -264,7 +264,6 @@ def test_gradients_of_any_rank(rank):
         _check_gradients(inputs, weight, rank)
 
 
-@pytest.mark.skipif(not on_mindspore, reason="on PyTorch the dry run calls operators on tensors without memory")
 @pytest.mark.parametrize("rank", range(3))
 def test_gradients_without_memory(rank):
     with silent(rank, 3), on_meta():
