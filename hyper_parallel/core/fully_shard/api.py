@@ -40,6 +40,7 @@ def fully_shard(
     replicate_params: Iterable[Any] | None = None,
     units: str | None = None,
     shard_axes: Sequence[Any] | None = None,
+    compute_mesh: DeviceMesh | None = None,
     comm_fusion: Any = None,
     comm_fusion_zero_copy: Any = None,
 ) -> Any:
@@ -56,6 +57,8 @@ def fully_shard(
     ``mesh``: one axis shards; of several the first replicates and the others shard (``shard_axes`` names those that
     shard). Default: the current mesh, or all ranks. Parameters that are distributed already (tensor parallelism) must
     lie on other axes of the same mesh; these cut first.
+    ``compute_mesh``: the mesh on which activations are distributed, if it has axes of ``mesh`` (context parallelism
+    over ``mesh["cp", "tp"]``, with parameters sharded over ``mesh["dp", "cp"]``).
     ``reshard_after_forward``: give the whole parameters back between forward and backward; False keeps them; a number
     keeps a part on each of so many neighbours.
     ``shard_placement_fn(parameter)``: ``Shard(dim)`` to cut that dim in place of the first, ``(Shard(dim), mesh)`` for
@@ -67,7 +70,7 @@ def fully_shard(
     del comm_fusion, comm_fusion_zero_copy
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
     _check("fully_shard", modules)
-    axes = DataAxes(_mesh_for("fully_shard", mesh), shard_axes, "fully_shard")
+    axes = DataAxes(_mesh_for("fully_shard", mesh), shard_axes, "fully_shard", compute_mesh)
     options = _Options(axes, shard_placement_fn, mp_policy, offload_policy, ignored_params, replicate_params)
     options.reshard_after_forward = _checked_reshard(reshard_after_forward, axes)
     _shard(modules, options, units, "fully_shard")
@@ -81,17 +84,19 @@ def replicate(
     units: str | None = "auto",
     mp_policy: MixedPrecisionPolicy | None = None,
     ignored_params: Iterable[Any] | None = None,
+    compute_mesh: DeviceMesh | None = None,
 ) -> Any:
     """Average the gradients of ``module`` over the ranks of ``mesh``, in place; the module.
 
     Every rank has all parameters, which must be equal at the start. ``units="auto"`` reduces the gradients of items of
-    lists of modules while backward goes on; without it those of the whole module at once.
+    lists of modules while backward goes on; without it those of the whole module at once. ``compute_mesh`` as in
+    :func:`fully_shard`.
 
     forward: nothing; backward: all-reduce of a unit's gradients.
     """
     _check("replicate", [module])
     mesh = _mesh_for("replicate", mesh)
-    options = _Options(DataAxes(mesh, (), "replicate"), None, mp_policy, None, ignored_params, None)
+    options = _Options(DataAxes(mesh, (), "replicate", compute_mesh), None, mp_policy, None, ignored_params, None)
     _shard([module], options, units, "replicate")
     return module
 

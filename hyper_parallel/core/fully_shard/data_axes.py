@@ -2,6 +2,12 @@
 
 A mesh of one axis shards. Of two or more the first replicates and the others shard (hybrid); ``shard_axes`` says it
 otherwise. What tensor parallelism has cut stays cut: the shard axes cut what is left, last.
+
+Note [Axes that shard and compute]
+Activations may be distributed over an axis that shards parameters too: under context parallelism each rank has its part
+of the sequence, and its part of every parameter. ``compute_mesh`` names the mesh of the activations. A parameter is
+then a distributed tensor on it while its module runs, replicated on the axes that it shares with the data mesh, and its
+gradient stays a partial sum there, which the unit reduces with the others.
 """
 
 from __future__ import annotations
@@ -12,14 +18,22 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
+from hyper_parallel.core.dtensor.later_reduction import reduced_later
 from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.dtensor.mesh_axes import axes_within, widened
 from hyper_parallel.platform.shared.region import Region
 
 
 class DataAxes:
     """A mesh of data axes: those that shard, in the order of cutting, and those that replicate."""
 
-    def __init__(self, mesh: DeviceMesh, shard_axes: Sequence[Any] | None, where: str) -> None:
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        shard_axes: Sequence[Any] | None,
+        where: str,
+        compute_mesh: DeviceMesh | None = None,
+    ) -> None:
         if shard_axes is None:
             shard_axes = (0,) if mesh.ndim == 1 else range(1, mesh.ndim)
         self.mesh = mesh
@@ -31,6 +45,9 @@ class DataAxes:
             raise ValueError(
                 f"{where}: rank {mesh.get_rank()} is not part of {mesh}; call it on the ranks of the mesh only"
             )
+        #: See Note [Axes that shard and compute], and the mesh of both, on which parameters lie between steps.
+        self.compute_mesh = compute_mesh
+        self.joint_mesh = mesh if compute_mesh is None else _union(mesh, compute_mesh, where)
         self._shard_group: Any = None
         self._replicate_group: Any = None
         self.num_shards = mesh.size(self.shard_axes) if self.shard_axes else 1
@@ -75,6 +92,12 @@ class DataAxes:
     def key(self) -> tuple[Any, ...]:
         """Equal for meshes over whose axes the same parameters can be gathered in one piece."""
         return (self.mesh, self.shard_axes)
+
+    @property
+    def shared_axes(self) -> tuple[str, ...]:
+        """The names of the data axes on which activations are distributed."""
+        names = () if self.compute_mesh is None else self.compute_mesh.mesh_dim_names or ()
+        return tuple(name for name in names if name in (self.mesh.mesh_dim_names or ()))
 
     def __repr__(self) -> str:
         def named(axes: Sequence[int]) -> str:
@@ -128,10 +151,12 @@ def _joined(axes: DataAxes, parameter: Any, where: str) -> tuple[DeviceMesh, lis
     """The mesh of data and model axes, the cuts of the parameter on it, and the layout on the model axes alone."""
     ndim = len(parameter.shape)
     if not isinstance(parameter, DTensor):
-        return axes.mesh, [()] * ndim, None
+        return axes.joint_mesh, [()] * ndim, None
     layout = parameter._layout
     if layout.has_partial:
         raise ValueError(f"{where} has a pending reduction, {layout}; call reduce_partial() first")
+    if axes.compute_mesh is not None:
+        return _on_compute_mesh(axes, layout, where)
     mesh = layout.mesh
     names, data_names = mesh.mesh_dim_names, axes.mesh.mesh_dim_names
     if mesh == axes.mesh or (names and data_names and set(data_names) & set(names)):
@@ -152,6 +177,40 @@ def _joined(axes: DataAxes, parameter: Any, where: str) -> tuple[DeviceMesh, lis
     return joint, [tuple(axis + offset for axis in cut) for cut in layout.shard_axes], layout
 
 
+def _union(mesh: DeviceMesh, compute_mesh: DeviceMesh, where: str) -> DeviceMesh:
+    """The mesh of the axes of both, in the order of the mesh that they are cut out of."""
+    names = {*(mesh.mesh_dim_names or ()), *(compute_mesh.mesh_dim_names or ())}
+    root = mesh.root
+    known = root.mesh_dim_names or ()
+    if mesh.mesh_dim_names is None or compute_mesh.mesh_dim_names is None or not names <= set(known):
+        raise ValueError(
+            f"{where}: the data mesh {mesh} and the compute mesh {compute_mesh} must be cut out of one mesh, as in "
+            'mesh["dp", "cp"] and mesh["cp", "tp"]'
+        )
+    return root[tuple(name for name in known if name in names)]
+
+
+def _on_compute_mesh(axes: DataAxes, layout: Layout, where: str) -> tuple[DeviceMesh, list[Any], Layout]:
+    """See Note [Axes that shard and compute]."""
+    assert axes.compute_mesh is not None
+    if axes_within(layout.mesh, axes.compute_mesh) is None:
+        raise ValueError(f"{where} lies on {layout.mesh}, not on axes of the compute mesh {axes.compute_mesh}")
+    inside = widened(layout, axes.compute_mesh)
+    labels = [[axes.compute_mesh.axis_label(axis) for axis in cut] for cut in inside.shard_axes]
+    cut_twice = [label for cut in labels for label in cut if label in axes.shared_axes]
+    if cut_twice:
+        raise ValueError(_cut_twice(where, layout, axes, cut_twice))
+    cuts = [tuple(axes.joint_mesh.axis_index(label) for label in cut) for cut in labels]
+    return axes.joint_mesh, cuts, reduced_later(inside, axes.shared_axes)
+
+
+def _cut_twice(where: str, layout: Layout, axes: DataAxes, labels: list[Any]) -> str:
+    return (
+        f"{where} is cut over {', '.join(map(str, labels))} already ({layout}), the axes that fully_shard would "
+        f"{axes}; a parameter can be fully sharded once"
+    )
+
+
 def _cut_out_of(root: DeviceMesh, mesh: DeviceMesh) -> DeviceMesh:
     """The mesh equal to ``mesh`` that is cut out of ``root``: layouts on equal meshes are one, whichever came first."""
     names = mesh.mesh_dim_names
@@ -167,10 +226,7 @@ def _on_joint_mesh(axes: DataAxes, layout: Layout, where: str) -> tuple[DeviceMe
     data = [mesh.axis_index(axes.mesh.axis_label(axis)) for axis in range(axes.mesh.ndim)]
     cut_twice = [mesh.axis_label(axis) for cut in cuts for axis in cut if axis in data]
     if cut_twice:
-        raise ValueError(
-            f"{where} is cut over {', '.join(cut_twice)} already ({layout}), the axes that fully_shard would {axes}; "
-            "a parameter can be fully sharded once"
-        )
+        raise ValueError(_cut_twice(where, layout, axes, cut_twice))
     others = [axis for axis in range(mesh.ndim) if axis not in data]
     if not others:
         return mesh, list(cuts), None
