@@ -95,23 +95,31 @@ class ComputeReplicated(ParallelStyle):
     def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
         where = f"ComputeReplicated on {type(module).__name__}"
         replicated = (Replicate(),) * device_mesh.ndim
-        for _, inner in _platform.get_cells_and_names(module):
-            for name in _platform.own_parameters(inner):
-                distribute_parameter(inner, name, device_mesh, replicated, self.src_data_rank, where)
+        places = [
+            (inner, name)
+            for _, inner in _platform.get_cells_and_names(module)
+            for name in _platform.own_parameters(inner)
+        ]
+        for inner, name in places:
+            distribute_parameter(inner, name, device_mesh, replicated, self.src_data_rank, where)
         skip = SkipDTensorDispatch()
         move = mover(device_mesh, self.output or Replicate())
         plain_mesh = compute_mesh(device_mesh)
         first_inputs: list[DTensor | None] = []
+        shadowed: list[list[tuple[Any, str, Any]]] = []
 
         def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             distributed = (value for value in (*args, *kwargs.values()) if isinstance(value, DTensor))
             first_inputs.append(next(distributed, None))
             plain = map_tensors(to_full_plain, (args, kwargs))
+            shadowed.append(_with_gradients_by_the_law(places))
             skip.__enter__()
             return plain
 
         def after(_: Any, inputs: Any, outputs: Any) -> Any:
             skip.__exit__(None, None, None)
+            for inner, name, value in shadowed.pop():
+                _platform.shadow(inner, name, value)
             like = first_inputs.pop()
             mesh = plain_mesh if like is None else like.device_mesh
 
@@ -130,6 +138,20 @@ class ComputeReplicated(ParallelStyle):
 
     def __repr__(self) -> str:
         return described(self, output=self.output)
+
+
+def _with_gradients_by_the_law(places: list[tuple[Any, str]]) -> list[tuple[Any, str, Any]]:
+    """Let values whose gradients are reduced later be plain ones: all ranks compute all of a gradient, and one counts.
+
+    What was shadowed, with its value.
+    """
+    found = []
+    for inner, name in places:
+        value = vars(inner).get(name)
+        if isinstance(value, DTensor) and value._layout.reduced_later:
+            found.append((inner, name, value))
+            _platform.shadow(inner, name, value.to_local())
+    return found
 
 
 def to_full_plain(value: Any) -> Any:
