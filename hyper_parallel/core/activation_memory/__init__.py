@@ -1,0 +1,1 @@
+"""What of a forward is kept for backward: recomputation of modules."""
