@@ -19,6 +19,7 @@ _DTENSOR = "hyper_parallel.core.dtensor"
 _SHARD = "hyper_parallel.core.shard"
 _MODULES = "hyper_parallel.core.modules"
 _FULLY_SHARD = "hyper_parallel.core.fully_shard"
+_PARALLEL = "hyper_parallel.parallel"
 _TENSOR_PARALLEL = "hyper_parallel.core.tensor_parallel"
 _HOME_OF = {
     "get_platform": "hyper_parallel.platform",
@@ -75,6 +76,10 @@ _HOME_OF = {
     "strict": f"{_SHARD}.dispatching.strict_mode",
     "ShardingPlan": f"{_MODULES}.sharding_plan",
     "shard_module": f"{_MODULES}.sharding_plan",
+    "Degrees": f"{_PARALLEL}.degrees",
+    "Parallel": f"{_PARALLEL}.parallel",
+    "next_token_loss": f"{_PARALLEL}.losses",
+    "parallelize": f"{_PARALLEL}.parallelize",
     "manual_seed": f"{_DTENSOR}.random.random_state",
     "FusedColwiseParallel": f"{_TENSOR_PARALLEL}.fused_and_head_styles",
     "HeadParallel": f"{_TENSOR_PARALLEL}.fused_and_head_styles",

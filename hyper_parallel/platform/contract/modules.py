@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 
@@ -104,6 +104,16 @@ class Modules(ABC):
     def own_parameters(cls, module: Any) -> dict[str, Any]:
         """The parameters that belong to the module itself, by their names there; not those of modules inside it."""
         return {name: parameter for name, parameter in cls.parameters_dict(module).items() if "." not in name}
+
+    @staticmethod
+    @abstractmethod
+    def state_tensors(module: Any) -> Iterator[Any]:
+        """The parameters and buffers of a module and of those inside it, each once."""
+
+    @staticmethod
+    @abstractmethod
+    def set_training(module: Any, modes: bool | list[bool]) -> list[bool]:
+        """Let the module and those inside it train or not, all alike or each as in a list; what they did before."""
 
     @staticmethod
     def reset_parameters(module: Any, parameters: list[Any], fill_random: Callable[..., Any]) -> None:

@@ -60,6 +60,11 @@ class Tensors(ABC):
     def tensor_type_cast(input_data: Any, cast_type: Any) -> Any:
         """The tensor in another dtype, given as a dtype or by name."""
 
+    @staticmethod
+    @abstractmethod
+    def cross_entropy_sum(logits: Any, targets: Any, ignored: int) -> Any:
+        """The sum of the cross entropies of rows of logits with classes; a target ``ignored`` counts nothing."""
+
     @abstractmethod
     def cast_fp_tensor(self, dtype: Any, x: Any) -> Any:
         """``x`` in ``dtype`` when it is a floating tensor; anything else unchanged."""

@@ -83,6 +83,10 @@ def is_tensor(obj: object) -> bool:
     return isinstance(obj, Tensor)
 
 
+def cross_entropy_sum(logits: Tensor, targets: Tensor, ignored: int) -> Tensor:
+    return ops.cross_entropy(logits, targets, ignore_index=ignored, reduction="sum")
+
+
 def tensor_type_cast(input_data: Tensor, cast_type: Any) -> Tensor:
     """``input_data`` in another dtype, given as a dtype or by its name."""
     _require_tensor("tensor_type_cast", input_data)

@@ -44,6 +44,24 @@ def get_cells_and_names(cell: nn.Cell) -> Iterator[tuple[str, nn.Cell]]:
     return cell.cells_and_names()
 
 
+def state_tensors(module: nn.Cell) -> Iterator[Tensor]:
+    seen: set[int] = set()
+    for _, cell in module.cells_and_names():
+        for tensor in (*cell.parameters_dict(False).values(), *private_api.buffers_of(cell).values()):
+            if tensor is not None and id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield tensor
+
+
+def set_training(module: nn.Cell, modes: bool | list[bool]) -> list[bool]:
+    inside = [cell for _, cell in module.cells_and_names()]
+    before = [cell.training for cell in inside]
+    for cell, mode in zip(inside, [modes] * len(inside) if isinstance(modes, bool) else modes, strict=True):
+        if cell.training != mode:
+            cell.training = mode
+    return before
+
+
 def is_linear_module(module: object) -> bool:
     return isinstance(module, (nn.Dense, mint.nn.Linear))
 

@@ -22,6 +22,7 @@ __all__ = [
     "cat",
     "chunk",
     "construct_strided_slice",
+    "cross_entropy_sum",
     "empty_like",
     "full_like",
     "get_element_size",
@@ -80,6 +81,10 @@ _require_tensor = functools.partial(require_tensor, torch.Tensor)
 
 def is_tensor(obj: object) -> bool:
     return isinstance(obj, torch.Tensor)
+
+
+def cross_entropy_sum(logits: torch.Tensor, targets: torch.Tensor, ignored: int) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(logits, targets, ignore_index=ignored, reduction="sum")
 
 
 def tensor_type_cast(input_data: torch.Tensor, cast_type: DType) -> torch.Tensor:

@@ -39,6 +39,19 @@ def get_cells_and_names(cell: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     return cell.named_modules()
 
 
+def state_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def set_training(module: nn.Module, modes: bool | list[bool]) -> list[bool]:
+    inside = list(module.modules())
+    before = [one.training for one in inside]
+    for one, mode in zip(inside, [modes] * len(inside) if isinstance(modes, bool) else modes, strict=True):
+        one.training = mode
+    return before
+
+
 def is_linear_module(module: object) -> bool:
     return isinstance(module, nn.Linear)
 

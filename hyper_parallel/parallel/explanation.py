@@ -1,0 +1,90 @@
+"""What a split model is, in words: its mesh, where parameters lie, bytes on a rank, what a step sends."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from hyper_parallel.core.dtensor.comm_recorder import CommRecorder
+from hyper_parallel.core.dtensor.distributed_tensor import DTensor
+from hyper_parallel.platform import get_platform
+
+if TYPE_CHECKING:
+    from hyper_parallel.parallel.parallel import Parallel
+
+__all__ = ["explain"]
+
+_platform = get_platform()
+
+_MEANING = {
+    "pp": "stages of the model",
+    "dp_replicate": "copies of the model, each with its part of the batch",
+    "dp_shard": "parts of the batch, among which parameters are sharded",
+    "cp": "parts of the sequence, among which parameters are sharded too",
+    "tp": "parts of each layer",
+}
+
+
+def explain(run: Parallel, batch: Mapping[str, Any]) -> str:
+    """See :meth:`Parallel.explain`."""
+    lines = [f"{type(run.model).__name__} on {run.mesh.size()} ranks, {run.degrees}"]
+    lines += [f"  {axis} = {size}: {_MEANING[axis]}" for axis, size in run.degrees.sizes.items() if size > 1]
+    lines += ["", "parameters", *_parameters(run)]
+    if batch:
+        lines += ["", "a step sends", *_communication(run, batch)]
+    return "\n".join(lines)
+
+
+def _parameters(run: Parallel) -> list[str]:
+    """One line for all blocks' parameters of a name, with their layout and bytes."""
+    rows: dict[tuple[str, str, tuple[int, ...]], list[int]] = {}
+    local_bytes = total_bytes = 0
+    for name, parameter in run.named_parameters():
+        starred = ".".join("*" if part.isdigit() else part for part in name.split("."))
+        layout = _layout_text(parameter)
+        size = _platform.get_element_size(_platform.detached(parameter))
+        held = math.prod(_platform.detached(parameter).shape) * size
+        whole = math.prod(parameter.shape) * size
+        row = rows.setdefault((starred, layout, tuple(parameter.shape)), [0, 0])
+        row[0] += 1
+        row[1] += held
+        local_bytes, total_bytes = local_bytes + held, total_bytes + whole
+    width = max((len(name) for name, _, _ in rows), default=0)
+    lines = [
+        f"  {name:<{width}}  {'x'.join(map(str, shape)) or 'scalar':>12} {f'x {count}' if count > 1 else '':<5} "
+        f"{layout}, {_size(held)} here"
+        for (name, layout, shape), (count, held) in rows.items()
+    ]
+    return [*lines, f"  {_size(local_bytes)} of {_size(total_bytes)} on this rank; gradients as much again"]
+
+
+def _layout_text(parameter: Any) -> str:
+    if not isinstance(parameter, DTensor):
+        return "replicated"
+    layout = parameter._layout
+    cuts = []
+    for dim, axes in enumerate(layout.shard_axes):
+        names = [str(layout.mesh.axis_label(axis)) for axis in axes if layout.mesh.shape[axis] > 1]
+        if names:
+            cuts.append(f"dim {dim} over {' x '.join(names)}")
+    return "sharded on " + ", ".join(cuts) if cuts else "replicated"
+
+
+def _communication(run: Parallel, batch: Mapping[str, Any]) -> list[str]:
+    if any(gradient is not None for gradient in run.gradients()):
+        raise RuntimeError(
+            "explain: a step is run to see what it sends, and there are gradients; call zero_grad() first"
+        )
+    with CommRecorder() as recorder:
+        run.forward_backward(**batch)
+    run.zero_grad()
+    return ["  " + line for line in str(recorder.table()).splitlines()]
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.4g} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.4g} TiB"

@@ -1,0 +1,78 @@
+"""Folders as Hugging Face has them: weights for a model that is split, and all that ``from_pretrained`` looks for."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hyper_parallel.core.distributed_checkpoint.foreign.hugging_face import load_hugging_face, save_hugging_face
+from hyper_parallel.core.modules.deferred import materialize
+from hyper_parallel.platform import get_platform
+
+__all__ = ["load_folder", "save_folder"]
+
+_platform = get_platform()
+
+# Files of a tokenizer, by the names that transformers gives them.
+_OF_TOKENIZERS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "chat_template.jinja",
+)
+
+
+def load_folder(parts: Sequence[Any], folder: Any, **options: Any) -> Any:
+    """Fill models from a folder; those without memory get it first. Every rank reads its own bytes."""
+    found = None
+    for part in parts:
+        _give_memory(part)
+        state = _platform.get_model_state_dict(part, options=None)
+        found = load_hugging_face(state, folder, **options)
+    return found
+
+
+def _give_memory(model: Any) -> None:
+    """Memory for parameters that have none; its values come from files, so nothing is drawn."""
+    if any(map(_platform.has_no_memory, _platform.parameters_dict(model).values())):
+        materialize(model, init=_fill_with_zeros)
+
+
+def _fill_with_zeros(model: Any) -> None:
+    for parameter in _platform.parameters_dict(model).values():
+        parameter.fill_(0.0)
+
+
+def save_folder(model: Any, folder: Any, *, tokenizer: Any = None, **options: Any) -> None:
+    """The weights, by all ranks; and by one of them the config, generation config and the tokenizer's files."""
+    path = Path(folder)
+    save_hugging_face(_platform.get_model_state_dict(model, options=None), path, **options)
+    if _platform.get_rank() == 0:
+        for name in ("config", "generation_config"):
+            save = getattr(getattr(model, name, None), "save_pretrained", None)
+            if save is not None:
+                save(path)
+        if hasattr(tokenizer, "save_pretrained"):
+            tokenizer.save_pretrained(path)
+        elif tokenizer is not None:
+            _copy_tokenizer(Path(tokenizer), path)
+    if _platform.get_world_size() > 1:
+        _platform.barrier()
+
+
+def _copy_tokenizer(source: Path, target: Path) -> None:
+    found = [source / name for name in _OF_TOKENIZERS if (source / name).is_file()]
+    if not found:
+        raise ValueError(
+            f"save_hugging_face: '{source}' has no file of a tokenizer ({', '.join(_OF_TOKENIZERS[:3])}, ...)"
+        )
+    for file in found:
+        shutil.copyfile(file, target / file.name)

@@ -1,0 +1,206 @@
+"""What a model's loss is, and how much of the mean over the whole batch a part of it gives.
+
+Three ways, in this order:
+
+* ``loss=fn``: the model is called without labels, and ``fn(outputs, batch)`` gives a sum and a count. A function with
+  ``fn.count(batch)`` says beforehand how many there are.
+* a Hugging Face model, which computes its loss from ``labels``: its loss function gets the number of targets of the
+  whole batch (``num_items_in_batch``), whichever of its numbers it divides by.
+* any other model that returns its loss when it is given ``labels``: the mean over those that are not -100.
+
+Auxiliary losses (of routers) are means over the rows of a part: each part counts by its share of the rows, so they
+count once, whatever the number of parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hyper_parallel.core.shard.dispatching.mixing import implicit_replication
+from hyper_parallel.parallel.counts import IGNORED, Counts, num_targets, plain
+from hyper_parallel.platform import get_platform
+
+__all__ = ["GivenLoss", "LabelledLoss", "is_hugging_face", "loss_for", "next_token_loss"]
+
+_platform = get_platform()
+
+# Loss functions of transformers that divide a sum by num_items_in_batch; others average over what they are given.
+_DIVIDES = ("ForCausalLMLoss", "ForMaskedLMLoss", "ForTokenClassification")
+_AUXILIARY_FACTORS = ("router_aux_loss_coef", "aux_loss_coef")
+
+
+def is_hugging_face(model: Any) -> bool:
+    """Whether the model is one of transformers'."""
+    return hasattr(model, "base_model_prefix") and hasattr(model, "config") and hasattr(model, "save_pretrained")
+
+
+def loss_for(model: Any, loss: Callable[..., Any] | None) -> GivenLoss | LabelledLoss:
+    """How the loss of ``model`` is found."""
+    if loss is not None:
+        if not callable(loss):
+            raise TypeError(f"parallelize: loss is a function of (outputs, batch) to (sum, count), got {loss!r}")
+        return GivenLoss(loss)
+    return HuggingFaceLoss(model) if is_hugging_face(model) else LabelledLoss()
+
+
+class GivenLoss:
+    """A loss that a function computes from the model's outputs."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.count_of = getattr(function, "count", None)
+
+    def counts(self, batch: Mapping[str, Any], rows: int, like: Any) -> Counts:
+        known = Counts.of({}, rows, like)
+        if self.count_of is not None and rows:
+            known.targets = self.count_of(batch)
+        return known
+
+    @property
+    def is_counted_before(self) -> bool:
+        """Whether the number of targets is known before the model runs."""
+        return self.count_of is not None
+
+    def sum_and_count(self, model: Any, batch: Mapping[str, Any]) -> tuple[Any, Any]:
+        with implicit_replication():
+            outputs = model(**{name: value for name, value in batch.items() if name != "labels"})
+            found = self.function(outputs, batch)
+            if not isinstance(found, tuple) or len(found) != 2:
+                raise TypeError(
+                    f"parallelize: the loss function {_name(self.function)} must give (sum of losses, their number), "
+                    f"got {type(found).__name__}"
+                )
+            return plain(found[0]), plain(found[1])
+
+    def share(self, model: Any, batch: Mapping[str, Any], part: Counts, total: Counts) -> Any:
+        return self.sum_and_count(model, batch)[0] / total.targets
+
+
+class LabelledLoss:
+    """A model that returns the mean over its labels that are not -100."""
+
+    is_counted_before = True
+
+    def counts(self, batch: Mapping[str, Any], rows: int, like: Any) -> Counts:
+        if "labels" not in batch:
+            raise ValueError(
+                f"forward_backward: the batch has {', '.join(batch)} and no labels; give labels=, or tell parallelize "
+                "how the loss is computed: loss=fn(outputs, batch) -> (sum, count), for instance hp.next_token_loss"
+            )
+        return Counts.of(batch, rows, like)
+
+    def share(self, model: Any, batch: Mapping[str, Any], part: Counts, total: Counts) -> Any:
+        outputs = model(**batch)
+        return _part_of_mean(plain(_loss_in(model, outputs)), part.targets, total.targets)
+
+
+class HuggingFaceLoss(LabelledLoss):
+    """A model of transformers. Its loss function is replaced by one that says which number it was to divide by."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._total: Counts | None = None
+        self._divided = False
+        original = getattr(model, "loss_function", None)
+        if original is not None:
+            model.loss_function = self._told(original)
+
+    def _told(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def loss_function(*args: Any, **kwargs: Any) -> Any:
+            name = getattr(original, "__name__", "")
+            if self._total is not None and name in _DIVIDES:
+                is_shifted = name == "ForCausalLMLoss" and kwargs.get("shift_labels") is None
+                kwargs["num_items_in_batch"] = self._total.shifted if is_shifted else self._total.targets
+                self._divided = True
+            return original(*args, **kwargs)
+
+        return loss_function
+
+    def share(self, model: Any, batch: Mapping[str, Any], part: Counts, total: Counts) -> Any:
+        self._total, self._divided = total, False
+        try:
+            outputs = model(**batch)
+        finally:
+            self._total = None
+        loss, auxiliary = plain(_loss_in(model, outputs)), self._auxiliary(outputs)
+        if auxiliary is not None:
+            loss = loss - auxiliary
+        if not self._divided:
+            loss = _part_of_mean(loss, part.targets, total.targets)
+        return loss if auxiliary is None else loss + auxiliary * (part.rows / total.rows)
+
+    def _auxiliary(self, outputs: Any) -> Any:
+        """What the model has added to its loss for its routers."""
+        value = outputs.get("aux_loss") if isinstance(outputs, Mapping) else None
+        if value is None or not _platform.is_tensor(value):
+            return None
+        config = self._model.config
+        for holder in (self._model, config, getattr(config, "text_config", None)):
+            for name in _AUXILIARY_FACTORS:
+                factor = getattr(holder, name, None)
+                if factor is not None:
+                    return plain(value) * factor
+        raise ValueError(
+            f"{type(self._model).__name__} returns aux_loss, and no config value says what it is multiplied by "
+            f"({', '.join(_AUXILIARY_FACTORS)}); give parallelize loss=fn(outputs, batch) -> (sum, count)"
+        )
+
+
+class _NextTokenLoss:
+    """``hp.next_token_loss``: cross entropy of each position's logits with the token behind it, for ``loss=``.
+
+    ``next_token_loss(outputs, batch)`` gives (sum, count) of logits (samples, sequence, vocabulary), or of what has
+    them as ``logits``, and ``batch["labels"]``, the tokens themselves with -100 where there is none to be learned; or
+    ``batch["shift_labels"]``, the token behind each position.
+    """
+
+    def __call__(self, outputs: Any, batch: Mapping[str, Any]) -> tuple[Any, Any]:
+        logits = getattr(outputs, "logits", outputs)
+        targets = self._targets(batch)
+        if logits.shape[:2] != targets.shape:
+            logits = logits[:, : targets.shape[1]]
+        total = _platform.cross_entropy_sum(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), IGNORED)
+        return total, num_targets(targets)
+
+    def count(self, batch: Mapping[str, Any]) -> Any:
+        return num_targets(self._targets(batch))
+
+    @staticmethod
+    def _targets(batch: Mapping[str, Any]) -> Any:
+        if batch.get("shift_labels") is not None:
+            return batch["shift_labels"]
+        if batch.get("labels") is None:
+            raise ValueError(f"next_token_loss needs labels in the batch, which has {', '.join(batch)}")
+        return batch["labels"][:, 1:]
+
+    def __repr__(self) -> str:
+        return "next_token_loss"
+
+
+next_token_loss = _NextTokenLoss()
+
+
+def _part_of_mean(mean: Any, count: Any, total: Any) -> Any:
+    """A mean over ``count`` as a share of that over ``total``; a mean of nothing, which is no number, is 0."""
+    return (mean * count / total).masked_fill(count == 0, 0.0)
+
+
+def _loss_in(model: Any, outputs: Any) -> Any:
+    if _platform.is_tensor(outputs):
+        found = outputs
+    else:
+        found = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+        if found is None and isinstance(outputs, (list, tuple)) and outputs:
+            found = outputs[0]
+    if found is None or not _platform.is_tensor(found) or tuple(found.shape) not in ((), (1,)):
+        what = f"a tensor of shape {tuple(found.shape)}" if _platform.is_tensor(found) else type(outputs).__name__
+        raise ValueError(
+            f"{type(model).__name__} was given labels and returned {what}, not its loss; tell parallelize how it is "
+            "computed: loss=fn(outputs, batch) -> (sum, count), for instance hp.next_token_loss"
+        )
+    return found.reshape(())
+
+
+def _name(function: Any) -> str:
+    return getattr(function, "__qualname__", repr(function))

@@ -1,0 +1,289 @@
+"""``Parallel``: a model under its degrees, the same type for every layout, and the step of every training loop."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+from hyper_parallel.core.distributed_checkpoint import state_dict as state_dicts
+from hyper_parallel.core.distributed_checkpoint.async_save import async_save
+from hyper_parallel.core.distributed_checkpoint.load import load
+from hyper_parallel.core.distributed_checkpoint.save import save
+from hyper_parallel.core.dtensor.random.random_state import manual_seed
+from hyper_parallel.core.fully_shard.hsdp_module import HSDPModule
+from hyper_parallel.core.modules.deferred import materialize
+from hyper_parallel.core.shard.dispatching.mixing import implicit_replication
+from hyper_parallel.core.tensor_parallel.single_device_code import map_tensors
+from hyper_parallel.parallel.counts import Counts, plain, total_counts
+from hyper_parallel.parallel.degrees import Degrees
+from hyper_parallel.parallel.explanation import explain
+from hyper_parallel.parallel.hugging_face import load_folder, save_folder
+from hyper_parallel.parallel.losses import GivenLoss, LabelledLoss
+from hyper_parallel.parallel.meshes import Meshes
+from hyper_parallel.parallel.micro_batches import MicroBatch, micro_batches, named_batch, parts_of
+from hyper_parallel.parallel.sequence_inputs import shard_sequences
+from hyper_parallel.platform import get_platform
+
+__all__ = ["Parallel"]
+
+_platform = get_platform()
+Sample = TypeVar("Sample")
+
+
+class Parallel:
+    """A model that :func:`hyper_parallel.parallelize` has split, and what a training loop does with it.
+
+    Every rank calls every method, with its own part of a batch. Calling the object is the model's forward.
+    """
+
+    def __init__(
+        self, model: Any, degrees: Degrees, meshes: Meshes, loss: GivenLoss | LabelledLoss, microbatches: int
+    ) -> None:
+        self.parts = [model]
+        self.degrees = degrees
+        self.microbatches = microbatches
+        self._meshes = meshes
+        self._loss = loss
+        #: A number that each rank may set, and their sum as of the last step: it travels with the number of targets.
+        self.flag = 0
+        self.flags: Any = None
+        self._wrapper = model if isinstance(model, HSDPModule) else None
+
+    @property
+    def model(self) -> Any:
+        """The model, on this rank."""
+        return self.parts[0]
+
+    @property
+    def mesh(self) -> Any:
+        """The mesh of all ranks, with an axis for each degree."""
+        return self._meshes.world
+
+    # ---------------------------------------------------------------- a step
+
+    def mine(self, samples: Sequence[Sample]) -> Sequence[Sample]:
+        """This rank's share of the samples of a batch, which are the same on every rank: a block of neighbours.
+
+        >>> import hyper_parallel as hp, torch
+        >>> run = hp.parallelize(torch.nn.Linear(2, 2), loss=lambda outputs, batch: (outputs.sum(), outputs.numel()))
+        >>> run.mine(range(4))
+        range(0, 4)
+        """
+        place, num_places = self._meshes.batch_place()
+        begin, end = parts_of(len(samples), num_places)[place]
+        return samples[begin:end]
+
+    def forward_backward(self, *args: Any, **batch: Any) -> Any:
+        """The loss of a batch, of which this rank gives its part, with its gradients added to those that are there.
+
+        The loss is the mean over the valid targets of the whole batch, equal on every rank, whatever the degrees, the
+        micro-batches and the masks; a plain tensor without gradient. Gradients are sums, in ``parameter.grad``.
+
+        forward: all-reduces of the number of targets and of the loss over the ranks that share a batch, beside the
+        model's; backward: the model's, and the reductions of gradients over the data axes.
+        """
+        return self._step(named_batch(self.model, args, batch), backward=True)
+
+    def loss_of(self, *args: Any, **batch: Any) -> Any:
+        """The loss of a batch as in :meth:`forward_backward`, in evaluation and without gradients."""
+        was_training = _platform.set_training(self.model, False)
+        try:
+            with _platform.no_grad():
+                return self._step(named_batch(self.model, args, batch), backward=False)
+        finally:
+            _platform.set_training(self.model, was_training)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        batch = shard_sequences(named_batch(self.model, args, kwargs), self._meshes.compute)
+        return map_tensors(plain, self.model(**batch))
+
+    def _step(self, batch: dict[str, Any], backward: bool) -> Any:
+        like = next((value for value in batch.values() if _platform.is_tensor(value)), None)
+        if like is None:
+            raise ValueError(f"the batch has no tensors; it has {', '.join(batch) or 'nothing'}")
+        parts = list(micro_batches(batch, self.microbatches))
+        counts = [self._loss.counts(part.values, part.rows, like) for part in parts]
+        total, self.flags = total_counts(counts, self._meshes.world, ("cp", "tp"), self.flag)
+        if not self._loss.is_counted_before:
+            return self._step_counted_behind(parts, like, backward)
+        shares = []
+        for number, (part, count) in enumerate(zip(parts, counts, strict=True)):
+            shares.append(self._run(part, count, total, backward, is_last=number == len(parts) - 1))
+        return self._summed(shares)
+
+    def _run(self, part: MicroBatch, count: Counts, total: Counts, backward: bool, is_last: bool) -> Any:
+        values = shard_sequences(part.values, self._meshes.compute)
+        self._reduce_now(is_last)
+        share = self._loss.share(self.model, values, count, total)
+        if not part.rows:
+            share = share * 0
+        if backward:
+            _platform.backward(share)
+        return _platform.detached(share)
+
+    def _step_counted_behind(self, parts: list[MicroBatch], like: Any, backward: bool) -> Any:
+        """A loss whose number of targets only the model's outputs tell: gradients of sums, divided at the end."""
+        assert isinstance(self._loss, GivenLoss)
+        before = self._set_aside() if backward else {}
+        sums, numbers = [], []
+        for number, part in enumerate(parts):
+            values = shard_sequences(part.values, self._meshes.compute)
+            self._reduce_now(number == len(parts) - 1)
+            value, count = self._loss.sum_and_count(self.model, values)
+            if not part.rows:
+                value, count = value * 0, count * 0
+            if backward:
+                _platform.backward(value)
+            sums.append(_platform.detached(value))
+            numbers.append(count if _platform.is_tensor(count) else _platform.full_like(sums[-1], count))
+        total = self._summed(numbers)
+        if backward:
+            self._divide_gradients(total, before)
+        return self._summed(sums) / total
+
+    def _set_aside(self) -> dict[str, Any]:
+        named = dict(self.named_parameters())
+        before = {name: _platform.get_grad(one) for name, one in named.items()}
+        for one in named.values():
+            _platform.set_grad(one, None)
+        return before
+
+    def _divide_gradients(self, total: Any, before: Mapping[str, Any]) -> None:
+        with _platform.no_grad():
+            for name, parameter in self.named_parameters():
+                gradient, earlier = _platform.get_grad(parameter), before[name]
+                if gradient is not None:
+                    gradient = gradient / _platform.tensor_type_cast(total, gradient.dtype)
+                    _platform.set_grad(parameter, gradient if earlier is None else earlier + gradient)
+                elif earlier is not None:
+                    _platform.set_grad(parameter, earlier)
+
+    def _reduce_now(self, is_last: bool) -> None:
+        """Parameters that are replicated have room for whole gradients, and reduce them once, with the last part."""
+        if self._wrapper is None or self.microbatches == 1:
+            return
+        if self.degrees.sizes["dp_shard"] * self.degrees.sizes["cp"] == 1:
+            self._wrapper.set_requires_gradient_sync(is_last)
+        elif self.degrees.sizes["dp_replicate"] > 1:
+            self._wrapper.set_requires_all_reduce(is_last)
+
+    def _summed(self, shares: Sequence[Any]) -> Any:
+        """The sum over the parts and the ranks that have rows of their own."""
+        total = shares[0]
+        for share in shares[1:]:
+            total = total + share
+        batch = self._meshes.batch
+        if batch.size() > 1:
+            total = _platform.all_reduce(_platform.copied(total), batch.get_group(("dp_replicate", "dp_shard")))
+        return total
+
+    # ---------------------------------------------------------------- parameters and gradients
+
+    def named_parameters(self) -> Iterator[tuple[str, Any]]:
+        """Every parameter by its name on one device, each once."""
+        seen: set[int] = set()
+        for name, parameter in itertools.chain.from_iterable(
+            _platform.parameters_dict(part).items() for part in self.parts
+        ):
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield name, parameter
+
+    def parameters(self) -> list[Any]:
+        """Every parameter, for an optimizer."""
+        return [parameter for _, parameter in self.named_parameters()]
+
+    def gradients(self) -> tuple[Any, ...]:
+        """The gradient of each of :meth:`parameters`, None where there is none."""
+        return tuple(_platform.get_grad(parameter) for parameter in self.parameters())
+
+    def zero_grad(self) -> None:
+        """Forget all gradients."""
+        for parameter in self.parameters():
+            _platform.set_grad(parameter, None)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Any:
+        """Scale the gradients down to the norm ``max_norm``; the norm before, that of one device."""
+        return _platform.clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite)
+
+    # ---------------------------------------------------------------- values
+
+    def materialize(self, *, seed: int | None = None) -> Parallel:
+        """Give a model that was built under ``deferred_init()`` memory and initial values; this object.
+
+        The values are those that one device would make, whatever the degrees: a Hugging Face model's own distribution,
+        or the modules' own initialisation. No communication.
+        """
+        if seed is not None:
+            manual_seed(seed)
+        for part in self.parts:
+            materialize(part)
+        return self
+
+    def load_hugging_face(self, folder: Any, **options: Any) -> Any:
+        """Fill the model from a folder of safetensors files; every rank reads its own bytes."""
+        return load_folder(self.parts, folder, **options)
+
+    def save_hugging_face(self, folder: Any, *, tokenizer: Any = None, **options: Any) -> None:
+        """Write a folder that ``from_pretrained`` opens: weights, config, generation config and the tokenizer's files.
+
+        ``tokenizer`` is one of transformers, or a folder with its files.
+        """
+        save_folder(self.model, folder, tokenizer=tokenizer, **options)
+
+    def state_dict(self, optimizer: Any = None) -> dict[str, Any]:
+        """The state of the model, and of the optimizer, by the names of one device."""
+        if optimizer is None:
+            return {"model": state_dicts.get_model_state_dict(self.model)}
+        model, state = state_dicts.get_state_dict(self.model, optimizer)
+        return {"model": model, "optimizer": state}
+
+    def save(self, path: Any, optimizer: Any = None, *, background: bool = False, **more: Any) -> Any:
+        """Write a checkpoint of the model, the optimizer and ``more``, which loads under any other degrees.
+
+        With ``background`` the state is copied and written while training goes on; a handle with ``result()``.
+        """
+        write = async_save if background else save
+        return write({**self.state_dict(optimizer), **_named(more, "save")}, checkpoint_id=path)
+
+    def load(self, path: Any, optimizer: Any = None, **more: Any) -> dict[str, Any]:
+        """Fill the model, the optimizer and ``more`` from a checkpoint; what ``more`` has become.
+
+        ``more`` are the names that were given to :meth:`save`, with None or a value with ``load_state_dict``.
+        """
+        state = {**self.state_dict(optimizer), **_named(more, "load")}
+        load(state, checkpoint_id=path)
+        if optimizer is None:
+            state_dicts.set_model_state_dict(self.model, state["model"])
+        else:
+            state_dicts.set_state_dict(
+                self.model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+            )
+        return {name: state[name] for name in more}
+
+    # ---------------------------------------------------------------- looking at it
+
+    def explain(self, *args: Any, **batch: Any) -> str:
+        """The mesh, where parameters lie, their bytes on this rank; with a batch also what a step sends, and why.
+
+        With a batch it runs :meth:`forward_backward`, and forgets the gradients of that.
+        """
+        return explain(self, named_batch(self.model, args, batch))
+
+    def draw(self, *args: Any, **batch: Any) -> Any:
+        """A picture of where the parameters lie; with inputs of the way through the model, and its collectives."""
+        from hyper_parallel.drawing.drawing import draw
+
+        with implicit_replication():
+            return draw(self.model, **shard_sequences(named_batch(self.model, args, batch), self._meshes.compute))
+
+    def __repr__(self) -> str:
+        return f"Parallel({type(self.model).__name__}, {self.degrees}, microbatches={self.microbatches})"
+
+
+def _named(more: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    taken = sorted({"model", "optimizer"} & more.keys())
+    if taken:
+        raise ValueError(f"Parallel.{where}: {', '.join(taken)} is what the model's own state is called; take another")
+    return more
