@@ -119,10 +119,16 @@ class HuggingFaceLoss(LabelledLoss):
 
     def share(self, model: Any, batch: Mapping[str, Any], part: Counts, total: Counts) -> Any:
         self._total, self._divided = total, False
+        config = self._model.config
+        caches = getattr(config, "use_cache", None)
+        if caches:  # Keys and values for tokens to come: nobody asks for them, and recomputed blocks would add theirs.
+            config.use_cache = False
         try:
             outputs = model(**batch)
         finally:
             self._total = None
+            if caches:
+                config.use_cache = caches
         loss, auxiliary = plain(_loss_in(model, outputs)), self._auxiliary(outputs)
         if auxiliary is not None:
             loss = loss - auxiliary

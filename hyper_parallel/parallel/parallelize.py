@@ -1,7 +1,7 @@
 """``parallelize``: one call that splits a model by degrees, on one page.
 
 In this order: the mesh; equal values on all ranks; tensor parallelism and the sequence, by a plan for the whole model;
-parameters sharded or replicated over the data axes, block by block; recomputation of blocks.
+recomputation of blocks; parameters sharded or replicated over the data axes, block by block.
 """
 
 from __future__ import annotations
@@ -104,9 +104,9 @@ def parallelize(
         )
     _take_values_of_rank_0(model, meshes)
     _split_layers(model, meshes, plan, sequence_parallel, keep_whole)
-    _share_parameters(model, meshes, policy, offload)
     for block in blocks if kept is not None else ():
         recompute_module(block, **kept)  # type: ignore[arg-type]
+    _share_parameters(model, meshes, policy, offload)
     return Parallel(model, fitted, meshes, found, microbatches)
 
 

@@ -50,6 +50,7 @@ _GPT2 = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+_DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
 _BERT = {
     **{name: _DECODER[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")},
     "num_attention_heads": 4,
@@ -89,6 +90,18 @@ OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Gemma2Config",
         {**_DECODER, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 4},
     ),
+    "gemma3": (
+        "Gemma3ForCausalLM",
+        "Gemma3TextConfig",
+        {**_DECODER, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 4, "sliding_window_pattern": 2},
+    ),
+    "olmo2": ("Olmo2ForCausalLM", "Olmo2Config", _DECODER),
+    "mixtral_without_balance": (
+        "MixtralForCausalLM",
+        "MixtralConfig",
+        {**_DECODER, "num_local_experts": 3, "num_experts_per_tok": 2},
+    ),
+    "gpt2_dropout": ("GPT2LMHeadModel", "GPT2Config", {**_GPT2, **dict.fromkeys(_DROPOUTS, 0.1)}),
     "phi": (
         "PhiForCausalLM",
         "PhiConfig",

@@ -114,7 +114,7 @@ def _world_size(item: pytest.Item) -> int | None:
 
 
 # Whose ranks are threads: what communicates through the platform only, and is not about how it does.
-_ON_THREADS = ("core", "shard", "tensor_parallel", "fully_shard")
+_ON_THREADS = ("core", "shard", "tensor_parallel", "fully_shard", "parallel")
 
 
 def _uses_threads(item: pytest.Item) -> bool:

@@ -2,8 +2,8 @@
 
 Note [Around the call]
 The class of the module is replaced by a subclass that wraps ``__call__``, so that what runs again is a call of the
-module as it was: with its hooks, and under ``fully_shard`` with its parameters, which come for it once more. Names and
-state dicts do not change.
+module as it was, with its hooks. Names and state dicts do not change. ``fully_shard`` comes behind it: what gathers the
+parameters is then around what runs again, and not a part of it, which a selective policy would find changed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Recomputed:
 def recompute(module: Any, context_fn: Callable[[], Any] | None = None) -> Any:
     """Compute the activations of ``module`` again in backward, in place; the module.
 
-    Call it last: after styles and ``fully_shard``. ``context_fn`` makes it selective, see
+    Call it after styles were applied and before ``fully_shard``. ``context_fn`` makes it selective, see
     ``platform.create_selective_checkpoint_contexts``.
 
     forward: the module's, of which only inputs are kept; backward: its forward once more, then its backward.
