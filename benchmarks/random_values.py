@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from hyper_parallel.core.dtensor.random.random_state import Draw
+from hyper_parallel.core.dtensor.random.draw import Draw
 from hyper_parallel.core.dtensor.random.random_stream import GlobalRegion
 from hyper_parallel.core.dtensor.random.random_values import bernoulli, normal, randint, trunc_normal, uniform
 

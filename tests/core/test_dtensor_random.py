@@ -13,7 +13,8 @@ import hyper_parallel as hp
 from hyper_parallel import Layout, Partial, Replicate, Shard, get_platform, manual_seed
 from hyper_parallel.core.dtensor.device_mesh import init_device_mesh
 from hyper_parallel.core.dtensor.random import random_values
-from hyper_parallel.core.dtensor.random.random_state import Draw, get_rng_state
+from hyper_parallel.core.dtensor.random.draw import Draw
+from hyper_parallel.core.dtensor.random.random_state import get_rng_state
 from hyper_parallel.core.dtensor.random.random_stream import GlobalRegion
 from tests.core.layout_cases import block_of, every_layout
 from tests.frameworks import (

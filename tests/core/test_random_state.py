@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from hyper_parallel.core.dtensor.random import random_state
-from hyper_parallel.core.dtensor.random.random_state import DEFAULT_SEED, Draw, RandomState
+from hyper_parallel.core.dtensor.random.draw import Draw
+from hyper_parallel.core.dtensor.random.random_state import DEFAULT_SEED, RandomState
 from hyper_parallel.core.dtensor.random.random_stream import GlobalRegion
 from hyper_parallel.core.dtensor.random.random_values import normal
 

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hyper_parallel.core.dtensor.random import normal_quantile, philox, random_state, random_stream, random_values
+from hyper_parallel.core.dtensor.random.draw import Draw
 from hyper_parallel.core.dtensor.random.normal_quantile import normal_cdf
 from hyper_parallel.core.dtensor.random.philox import philox4x32
-from hyper_parallel.core.dtensor.random.random_state import Draw
 from hyper_parallel.core.dtensor.random.random_stream import GlobalRegion, words_of_region
 from hyper_parallel.core.dtensor.random.random_values import (
     bernoulli,

@@ -18,7 +18,7 @@ from mindspore.experimental import optim
 import hyper_parallel as hp
 from hyper_parallel import ColwiseParallel, Replicate, RowwiseParallel, SequenceParallel, Shard
 from hyper_parallel.core.dtensor.random import random_values
-from hyper_parallel.core.dtensor.random.random_state import Draw
+from hyper_parallel.core.dtensor.random.draw import Draw
 from hyper_parallel.core.dtensor.random.random_stream import GlobalRegion
 from hyper_parallel.platform import get_platform
 from tests.world import run_on_ranks

@@ -106,6 +106,23 @@ class LocalCalls(ABC):
 
     @staticmethod
     @abstractmethod
+    def install_addressed_draws(is_active: Any, drawn: Any) -> Any:
+        """While ``is_active()``, let the framework's random functions on plain tensors take their values from
+        ``drawn(kind, shape, dtype, device, **parameters)``, those of kind uniform, normal, bernoulli or randint."""
+
+    @staticmethod
+    def addressed_form(func: Any) -> Any:
+        """``func`` as :func:`install_addressed_draws` has it, while that is active; None for all other functions."""
+        del func
+        return None
+
+    @staticmethod
+    def generator_mark() -> Any:
+        """A value that changes when the framework's own generator is drawn from; None where that cannot be seen."""
+        return None
+
+    @staticmethod
+    @abstractmethod
     def counting_versions() -> Any:
         """Context: new tensors count how often they are written to, also where the framework would leave that out."""
 

@@ -43,7 +43,7 @@ from hyper_parallel.platform.mindspore.modules import (
     state,
 )
 from hyper_parallel.platform.mindspore.operators import creation
-from hyper_parallel.platform.mindspore.takes_over import added_methods, autograd_functions, doors
+from hyper_parallel.platform.mindspore.takes_over import added_methods, addressed_draws, autograd_functions, doors
 from hyper_parallel.platform.platform import Platform, PlatformType
 
 __all__ = ["MindSporePlatform", "added_methods", "start"]
@@ -51,6 +51,7 @@ __all__ = ["MindSporePlatform", "added_methods", "start"]
 
 @takes_from(
     activation,
+    addressed_draws,
     autograd_functions,
     block_transfer,
     coalesced,

@@ -44,6 +44,7 @@ from hyper_parallel.platform.torch.modules import (
     state,
 )
 from hyper_parallel.platform.torch.takes_over import (
+    addressed_draws,
     compiling,
     function_calls,
     install,
@@ -56,6 +57,7 @@ from hyper_parallel.platform.torch.takes_over import (
 
 @takes_from(
     activation,
+    addressed_draws,
     block_transfer,
     coalesced,
     collectives,

@@ -81,9 +81,9 @@ class PhiloxBlocks:
         self._products = np.empty(2 * capacity, dtype=np.uint64)
         self._result = np.empty((capacity, 2), dtype=np.uint64)
 
-    def numbers(self, blocks: np.ndarray) -> np.ndarray:
+    def numbers(self, blocks: np.ndarray, is_ordered: bool = True) -> np.ndarray:
         """The numbers of `blocks` as a uint64 array (count, 2); `blocks` is a uint64 array (count,), smallest first and
-        largest last.
+        largest last unless it says otherwise.
 
         The result is work space of this object: writable, and valid until the next call.
         """
@@ -92,7 +92,7 @@ class PhiloxBlocks:
         lane_a, lane_b = lanes[:count], lanes[count:]
         product0, product1 = products[:count], products[count:]
         multiplier0, multiplier1 = _LANE_MULTIPLIERS
-        self._first_two_rounds(blocks, lane_a, lane_b, product0)
+        self._first_two_rounds(blocks, lane_a, lane_b, product0, is_ordered)
         for key0, key1 in self._keys[2:]:
             np.right_shift(lanes, _SHIFT32, out=products)
             np.multiply(product0, multiplier0, out=product0)
@@ -108,12 +108,12 @@ class PhiloxBlocks:
         return result
 
     def _first_two_rounds(
-        self, blocks: np.ndarray, lane_a: np.ndarray, lane_b: np.ndarray, scratch: np.ndarray
+        self, blocks: np.ndarray, lane_a: np.ndarray, lane_b: np.ndarray, scratch: np.ndarray, is_ordered: bool
     ) -> None:
         multiplier0, multiplier1 = _LANE_MULTIPLIERS
         (key0, key1), (next_key0, next_key1) = self._keys[0], self._keys[1]
         high = blocks[:1] >> _SHIFT32
-        if int(blocks[-1]) >> 32 != int(high[0]):
+        if not is_ordered or int(blocks[-1]) >> 32 != int(high[0]):
             high = blocks >> _SHIFT32
 
         first_a = (high << _SHIFT32) ^ (self._draw_low * multiplier1) ^ key0

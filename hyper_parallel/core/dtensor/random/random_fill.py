@@ -9,12 +9,13 @@ import numpy as np
 
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.random import random_state, random_values
-from hyper_parallel.core.dtensor.random.random_state import Draw
+from hyper_parallel.core.dtensor.random.draw import Draw
 from hyper_parallel.core.dtensor.random.random_stream import GlobalRegion
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.shared.membership import belongs_to_rank
 
 belongs_to_rank(random_state.get_rng_state, random_state.set_rng_state)
+get_platform().carry_random_state(random_state.get_whole_state, random_state.set_whole_state)
 
 
 def _part_of_whole(draw: Draw, region: GlobalRegion, make: Callable[[Draw], np.ndarray], dtype: str) -> np.ndarray:
@@ -45,14 +46,23 @@ def random_block(
     coordinate = layout.mesh.get_coordinate()
     if coordinate is None:
         return platform.new_tensor((0,) * len(shape), dtype, device)
-    region = GlobalRegion(shape, *layout.local_region(shape))
-    if kind != "bernoulli":
-        parameters = {**parameters, "dtype": platform.dtype_name(dtype)}
-    block = platform.from_numpy(_MAKERS[kind](draw, region, **parameters), dtype, device)
+    block = random_values_of(kind, parameters, draw, GlobalRegion(shape, *layout.local_region(shape)), dtype, device)
     for place, op in zip(coordinate, layout.partials, strict=True):
         if op is not None and place != 0:
             block = platform.identity_like(block, op)
     return block
+
+
+def random_values_of(
+    kind: str, parameters: dict[str, Any], draw: Draw, region: GlobalRegion, dtype: Any, device: Any
+) -> Any:
+    """This region of the random tensor that ``draw`` names, as a plain tensor; unset on a device without memory."""
+    platform = get_platform()
+    if str(device) == str(platform.meta_device):
+        return platform.new_tensor(region.sizes, dtype, device)
+    if kind != "bernoulli":
+        parameters = {**parameters, "dtype": platform.dtype_name(dtype)}
+    return platform.from_numpy(_MAKERS[kind](draw, region, **parameters), dtype, device)
 
 
 def fill_random_(tensor: Any, kind: str, **parameters: Any) -> Any:

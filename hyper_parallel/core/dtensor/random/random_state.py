@@ -8,19 +8,15 @@ import operator
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
+
+from hyper_parallel.core.dtensor.random.draw import Draw
+from hyper_parallel.core.dtensor.random.sample_address import Address, current, get_address, set_address
 
 DEFAULT_SEED = 0x5EED
 """The seed until `manual_seed` is called: a constant, since a seed from the clock would differ between the ranks."""
 
 _NUM_SEEDS = 2**64
-
-
-class Draw(NamedTuple):
-    """The name of one random tensor: the seed, and which tensor since the seed was set. Both in [0, 2**64)."""
-
-    seed: int
-    number: int
 
 
 class RandomState:
@@ -116,8 +112,15 @@ def initial_seed() -> int:
 
 
 def next_draw() -> Draw:
-    """Take the next draw of this process."""
-    return default_state.next_draw()
+    """Take the next draw of this process; inside `draws_by_sample` that of this address."""
+    address = current.address
+    return default_state.next_draw() if address is None else address.next_draw(default_state.initial_seed())
+
+
+def draw_aside() -> Draw:
+    """A draw for what the framework's own generator must draw: inside `draws_by_sample` it moves no address."""
+    address = current.address
+    return default_state.next_draw() if address is None else address.draw_aside(default_state.initial_seed())
 
 
 def get_rng_state() -> tuple[int, int]:
@@ -128,3 +131,14 @@ def get_rng_state() -> tuple[int, int]:
 def set_rng_state(state: tuple[int, int]) -> None:
     """Return to a state that `get_rng_state` gave."""
     default_state.set_state(state)
+
+
+def get_whole_state() -> tuple[tuple[int, int], Address | None]:
+    """All that the next draw depends on: `get_rng_state` and the address of `draws_by_sample`."""
+    return default_state.get_state(), get_address()
+
+
+def set_whole_state(state: tuple[tuple[int, int], Address | None]) -> None:
+    """Return to a state that `get_whole_state` gave."""
+    default_state.set_state(state[0])
+    set_address(state[1])

@@ -10,14 +10,20 @@ from typing import Any
 
 import numpy as np
 
+from hyper_parallel.core.dtensor.random.draw import Draw
 from hyper_parallel.core.dtensor.random.philox import PhiloxBlocks
-from hyper_parallel.core.dtensor.random.random_state import Draw
+from hyper_parallel.core.dtensor.random.sample_rows import SAMPLE_STRIDE, SampleRows
 
 # Note [From elements to words]
 # A block of Philox is two 64-bit numbers, so a draw is one endless row of 64-bit numbers: number m is number m % 2 of
 # block m // 2. A distribution that needs 64 bits gives number i to the element with global index i. One that needs 32
 # bits reads the same row as 32-bit numbers, the low half of each 64-bit number first, and gives 32-bit number i to
 # element i. Neighbours share blocks, so no bit of a contiguous run is thrown away.
+#
+# Note [Indices of samples]
+# In a draw by sample the index of an element is (number of its sample in the global batch) * 2**40 + its row-major
+# index within the sample. So it depends on neither the size of the batch nor which other samples are there, and for an
+# element of a token not on how many tokens follow, either.
 
 _MAX_ELEMENTS = 2**63
 
@@ -63,30 +69,43 @@ class GlobalRegion:
     def _described(self, sizes: Any) -> str:
         return f"GlobalRegion(global_shape={self.global_shape}, offsets={self.offsets}, sizes={sizes})"
 
-    def spans(self, max_elements: int) -> Iterator[tuple[np.ndarray, int]]:
+    def spans(self, max_elements: int, rows: SampleRows | None = None) -> Iterator[tuple[np.ndarray, int]]:
         """The region in row-major order as pieces (starts, length): a run of `length` consecutive global indices from
-        each of `starts` (uint64, ascending), at most `max_elements` elements together. No piece is empty."""
+        each of `starts` (uint64, ascending without `rows`), at most `max_elements` elements together. No piece is
+        empty. See Note [Indices of samples] for `rows`."""
         if not self.num_elements:
             return
-        num_outer_dims, run_length = self._runs()
+        shape, dim_of_samples = self.global_shape, None
+        per_sample = None if rows is None else rows.rows_per_sample(shape)
+        if rows is not None and per_sample is not None:
+            dim_of_samples = rows.dim
+            shape = (*shape[: rows.dim], per_sample, *shape[rows.dim + 1 :])
+            if math.prod(shape) > SAMPLE_STRIDE:
+                raise ValueError(f"{self!r}: a random tensor has at most 2**40 elements per sample")
+        num_outer_dims, run_length = self._runs(0 if dim_of_samples is None else dim_of_samples + 1)
         outer_shape = self.sizes[:num_outer_dims]
         num_runs = math.prod(outer_shape)
-        strides = _row_major_strides(self.global_shape)
-        first = sum(start * stride for start, stride in zip(self.offsets, strides, strict=True))
+        strides = _row_major_strides(shape)
+        first = sum(self.offsets[dim] * strides[dim] for dim in range(len(shape)) if dim != dim_of_samples)
         runs_per_piece = max(1, max_elements // run_length)
         for run in range(0, num_runs, runs_per_piece):
             run_numbers = np.arange(run, min(run + runs_per_piece, num_runs))
             starts = np.full(len(run_numbers), first, dtype=np.uint64)
             if num_outer_dims:
-                for indices, stride in zip(np.unravel_index(run_numbers, outer_shape), strides, strict=False):
-                    starts += indices.astype(np.uint64) * np.uint64(stride)
+                for dim, places in enumerate(np.unravel_index(run_numbers, outer_shape)):
+                    indices = places.astype(np.uint64)
+                    if rows is not None and dim == dim_of_samples:
+                        indices += np.uint64(self.offsets[dim])
+                        samples, indices = np.divmod(indices, np.uint64(shape[dim]))
+                        starts += (samples + np.uint64(rows.first)) * np.uint64(SAMPLE_STRIDE)
+                    starts += indices * np.uint64(strides[dim])
             for begin in range(0, run_length, max_elements):
                 yield starts + np.uint64(begin), min(max_elements, run_length - begin)
 
-    def _runs(self) -> tuple[int, int]:
-        """How many leading dims enumerate the runs of consecutive elements, and how long a run is."""
+    def _runs(self, least_outer: int) -> tuple[int, int]:
+        """How many leading dims, at least so many, enumerate the runs of consecutive elements, and a run's length."""
         dim, length = len(self.global_shape), 1
-        while dim > 0:
+        while dim > least_outer:
             dim -= 1
             length *= self.sizes[dim]
             if self.sizes[dim] != self.global_shape[dim]:
@@ -103,16 +122,18 @@ def words_of_region(draw: Draw, region: GlobalRegion, bits: int, max_elements: i
     # very short runs a piece is limited by its blocks.
     capacity = max_elements // words_per_block + 2
     generator: PhiloxBlocks | None = None
-    for starts, length in region.spans(max_elements):
+    is_ordered = draw.rows is None or draw.rows.dim == 0
+    for starts, length in region.spans(max_elements, draw.rows):
         blocks_per_run = (length + words_per_block - 2) // words_per_block + 1
         runs_per_call = max(1, capacity // blocks_per_run)
         generator = generator or PhiloxBlocks(draw.seed, draw.number, min(capacity, blocks_per_run * len(starts)))
         for run in range(0, len(starts), runs_per_call):
-            yield _words_of_runs(generator, starts[run : run + runs_per_call], length, words_per_block, word_type)
+            part = starts[run : run + runs_per_call]
+            yield _words_of_runs(generator, part, length, words_per_block, word_type, is_ordered)
 
 
 def _words_of_runs(
-    generator: PhiloxBlocks, starts: np.ndarray, length: int, words_per_block: int, word_type: str
+    generator: PhiloxBlocks, starts: np.ndarray, length: int, words_per_block: int, word_type: str, is_ordered: bool
 ) -> np.ndarray:
     phases = starts % np.uint64(words_per_block)
     first_phase = int(phases[0])
@@ -121,7 +142,7 @@ def _words_of_runs(
     blocks_per_run = -(-words_per_run // words_per_block)
     first_blocks = starts // np.uint64(words_per_block)
     blocks = (first_blocks[:, None] + np.arange(blocks_per_run, dtype=np.uint64)).reshape(-1)
-    numbers = generator.numbers(blocks)
+    numbers = generator.numbers(blocks, is_ordered)
     words = numbers.astype("<u8", copy=False).view(word_type).reshape(len(starts), -1)
     if same_phase:
         return words[:, first_phase : first_phase + length].reshape(-1)

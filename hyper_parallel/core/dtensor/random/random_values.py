@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from hyper_parallel.core.dtensor.random.draw import Draw
 from hyper_parallel.core.dtensor.random.normal_quantile import SMALLEST_TAIL, NormalQuantile, normal_cdf
-from hyper_parallel.core.dtensor.random.random_state import Draw
 from hyper_parallel.core.dtensor.random.random_stream import GlobalRegion, words_of_region
 
 # Note [Dtypes]

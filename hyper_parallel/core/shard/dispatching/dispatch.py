@@ -32,7 +32,6 @@ from collections.abc import Callable
 from typing import Any
 
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
-from hyper_parallel.core.dtensor.random.random_state import get_rng_state, set_rng_state
 from hyper_parallel.core.dtensor.skip_dispatch import is_skipped, skipping
 from hyper_parallel.core.shard import rules
 from hyper_parallel.core.shard.dispatching import autograd_helpers
@@ -360,7 +359,6 @@ _running = _Running()
 
 rules.load()
 _platform.set_function_handler(autograd_helpers.run_function)
-_platform.carry_random_state(get_rng_state, set_rng_state)
 _platform.set_dispatcher(intercept)
 _platform.on_leaving(forget_plans)
 _platform.exclude_from_compile(DTensor)

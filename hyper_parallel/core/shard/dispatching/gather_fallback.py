@@ -50,8 +50,13 @@ def run_gathered(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
         plain_args = _platform.tree_map(full_of, args)
         plain_kwargs = _platform.tree_map(full_of, kwargs)
         if name.rstrip("_") in DRAWS_ON_THE_WHOLE:
-            with _platform.seeded(*random_state.next_draw()):
-                result = func(*plain_args, **plain_kwargs)
+            addressed = _platform.addressed_form(func)
+            if addressed is not None:
+                result = addressed(*plain_args, **plain_kwargs)
+            else:
+                draw = random_state.draw_aside()
+                with _platform.seeded(draw.seed, draw.number):
+                    result = func(*plain_args, **plain_kwargs)
         else:
             result = func(*plain_args, **plain_kwargs)
     outs: list[int] = []  # written by what need not count: an operator may write through an alias

@@ -91,16 +91,16 @@ def randn_like(tensor: DTensor, *, dtype: Any = None, **ignored: Any) -> DTensor
 @contextmanager
 def same_draws() -> Iterator[None]:
     """Inside, plain tensors that the framework draws are the same on every rank; its generator is left as it was."""
-    before = random_state.next_draw()
-    inside = random_state.get_rng_state()
+    draw = random_state.draw_aside()
+    inside = random_state.get_whole_state()
     try:
-        with get_platform().drawing_alike(*before):
+        with get_platform().drawing_alike(draw.seed, draw.number):
             try:
                 yield
             finally:
-                inside = random_state.get_rng_state()
+                inside = random_state.get_whole_state()
     finally:
-        random_state.set_rng_state(inside)  # putting the framework's state back has put back the library's
+        random_state.set_whole_state(inside)  # putting the framework's state back has put back the library's
 
 
 def _like(tensor: DTensor, dtype: Any) -> DTensor:

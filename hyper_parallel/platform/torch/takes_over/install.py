@@ -1,7 +1,8 @@
 """What this library replaces in PyTorch, in one place, and the list of it: what an upgrade must look at again.
 
 Some replacements are made when the library hands over what they need: the dispatcher (``function_calls``,
-``random_state``, ``masked_functions``, ``compiling``) and the optimizers' rules (``optimizer_steps``).
+``random_state``, ``masked_functions``, ``compiling``), the optimizers' rules
+(``optimizer_steps``) and the first draw by sample (``addressed_draws``).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ REPLACED = (
     Replaced("autograd.Function.apply", "function_calls", "functions of users get DTensors as they expect tensors"),
     Replaced("get_rng_state", "random_state", "recomputed dropout draws the same numbers"),
     Replaced("set_rng_state", "random_state", "recomputed dropout draws the same numbers"),
+    Replaced("_VF.dropout", "addressed_draws", "random functions, all of them, draw by sample where that is asked for"),
     Replaced("utils.checkpoint._CheckpointFrame.save_inputs", "checkpoint_inputs", "inputs stay DTensors"),
     Replaced("utils.checkpoint._CheckpointFrame.get_inputs", "checkpoint_inputs", "inputs stay DTensors"),
     Replaced("utils.hooks.BackwardHook._apply_on_tensors", "gradient_hooks", "backward hooks of modules get DTensors"),
