@@ -2,7 +2,7 @@
 
 Note [The same bits]
 Initial values come from random numbers that are addressed by draw and global element index, so a block can be made
-without the rest. Draws are counted in the order of the modules, which no layout changes; plain parameters are made as
+without the rest. The draw of a parameter is its number (Note [Numbers of initial values]); plain parameters are made as
 distributed ones that lie on this rank alone, and are plain again afterwards. So the values depend on the seed
 (``hyper_parallel.manual_seed``) and the model, and are those of the same model on one device.
 """
@@ -17,8 +17,16 @@ from typing import Any
 from hyper_parallel.core.dtensor.device_mesh import init_device_mesh
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.dtensor.random.random_fill import fill_random_
-from hyper_parallel.core.modules.initial_values import carry_initial_values, constant_of
+from hyper_parallel.core.dtensor.random.random_fill import NUMBERED, NumberedFills, fill_random_
+from hyper_parallel.core.modules.hugging_face_init import has_own_distribution, hugging_face_init
+from hyper_parallel.core.modules.initial_values import (
+    carry_initial_values,
+    constant_of,
+    draws_of_module,
+    number_initial_values,
+    number_of,
+    pass_by_numbers,
+)
 from hyper_parallel.platform import get_platform
 
 
@@ -43,13 +51,15 @@ def materialize(module: Any, *, device: Any = None, init: Callable[[Any], Any] |
 
     Values come from the modules' own ``reset_parameters`` (on MindSpore from the initializers that the parameters were
     made with), from the inside out as constructors run, or from ``init(module)`` where a model has a function of its
-    own for it (``init=lambda model: model.init_weights()``). Parameters that a constructor set to one number keep it.
+    own for it (``init=lambda model: model.init_weights()``). Models of Hugging Face get the distribution that their
+    class defines (:func:`hugging_face_init`). Parameters that a constructor set to one number keep it.
     All random numbers are HyperParallel's (``hyper_parallel.manual_seed``): the values have the same bits under every
     layout, on one device as well. No communication. A parameter that nothing gives a value is an error that names it.
     """
     platform = get_platform()
     device = device if device is not None else platform.get_device_type()
     made: dict[int, _Deferred] = {}
+    number_initial_values(module)
     for path, owner in platform.get_cells_and_names(module):
         for name, parameter in platform.own_parameters(owner).items():
             if platform.has_no_memory(parameter):
@@ -57,10 +67,15 @@ def materialize(module: Any, *, device: Any = None, init: Callable[[Any], Any] |
                     made[id(parameter)] = _Deferred(f"{path}.{name}" if path else name, parameter, device)
                 platform.install_parameter(owner, name, made[id(parameter)].distributed)
     with platform.no_grad():
-        if init is None:
-            platform.reset_parameters(module, [one.distributed for one in made.values()], fill_random_)
+        if init is not None:
+            with draws_of_module(module):
+                init(module)
         else:
-            init(module)
+            wanted = list(made.values())
+            if wanted and has_own_distribution(module):
+                hugging_face_init(module)
+                wanted = [one for one in wanted if not one.has_values()]
+            platform.reset_parameters(module, [one.distributed for one in wanted], fill_random_, draws_of_module)
     missing = [one.name for one in made.values() if not one.has_values()]
     if missing:
         raise RuntimeError(
@@ -68,6 +83,10 @@ def materialize(module: Any, *, device: Any = None, init: Callable[[Any], Any] |
             "module (on MindSpore make the parameter with an initializer), or pass init=, a function that fills the "
             "parameters of the module that it is given"
         )
+    pass_by_numbers(module)
+    for one in made.values():
+        if hasattr(one.distributed, NUMBERED):
+            delattr(one.distributed, NUMBERED)
     finished = {id(one.distributed): one.finished() for one in made.values() if not one.is_distributed}
     for _, owner in platform.get_cells_and_names(module):
         for name, parameter in platform.own_parameters(owner).items():
@@ -99,6 +118,9 @@ class _Deferred:
             platform.as_dtensor(DTensor, block, layout, shape), parameter.requires_grad
         )
         carry_initial_values(parameter, self.distributed)
+        number = number_of(parameter)
+        if number is not None:
+            setattr(self.distributed, NUMBERED, NumberedFills(number))
         if self.constant is not None:
             with platform.no_grad():
                 platform.fill_block(self.distributed, platform.full_like(block, self.constant))

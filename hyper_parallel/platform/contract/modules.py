@@ -116,13 +116,16 @@ class Modules(ABC):
         """Let the module and those inside it train or not, all alike or each as in a list; what they did before."""
 
     @staticmethod
-    def reset_parameters(module: Any, parameters: list[Any], fill_random: Callable[..., Any]) -> None:
+    def reset_parameters(
+        module: Any, parameters: list[Any], fill_random: Callable[..., Any], around: Callable[[Any], Any]
+    ) -> None:
         """Give ``parameters``, distributed ones, the initial values that the modules inside were built for.
 
         From the inside out; other parameters keep theirs. ``fill_random(parameter, kind, **arguments)`` overwrites one
         with random values that do not depend on its layout; kinds are those of ``core/dtensor/random/random_fill.py``.
+        ``around(module)`` is a context for what that module's own code fills.
         """
-        del parameters, fill_random
+        del parameters, fill_random, around
         raise TypeError(
             f"the modules of a {type(module).__name__} have no way of their own to make initial values on this "
             "platform; give materialize an init= function"

@@ -30,7 +30,7 @@ def draws_by_sample(*, step: int, rows: SampleRows | tuple[int, ...]) -> Iterato
     """
     platform = get_platform()
     address = Address(checked_step(step), checked_rows(rows))
-    platform.install_addressed_draws(_has_address, _drawn)
+    install_addressed_draws()
     mark = platform.generator_mark()
     with at_address(address):
         yield
@@ -41,6 +41,11 @@ def draws_by_sample(*, step: int, rows: SampleRows | tuple[int, ...]) -> Iterato
             "use nn.Dropout between the layers, torch.rand, or a generator= of your own where that is meant",
             stacklevel=3,
         )
+
+
+def install_addressed_draws() -> None:
+    """Let the framework's random functions look whether draws have addresses; twice is once."""
+    get_platform().install_addressed_draws(_has_address, _drawn)
 
 
 def _has_address() -> bool:

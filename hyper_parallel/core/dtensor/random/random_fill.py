@@ -11,6 +11,7 @@ from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.random import random_state, random_values
 from hyper_parallel.core.dtensor.random.draw import Draw
 from hyper_parallel.core.dtensor.random.random_stream import GlobalRegion
+from hyper_parallel.core.dtensor.random.sample_address import derived_seed
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.shared.membership import belongs_to_rank
 
@@ -65,10 +66,27 @@ def random_values_of(
     return platform.from_numpy(_MAKERS[kind](draw, region, **parameters), dtype, device)
 
 
+class NumberedFills:
+    """The draws of a parameter that gets its initial values: its own, whatever was drawn for others before."""
+
+    def __init__(self, number: int) -> None:
+        self._number, self._fills = number, 0
+
+    def next_draw(self) -> Draw:
+        """The draw that has its number; where it is filled more than once, others that belong to it."""
+        seed, self._fills = random_state.initial_seed(), self._fills + 1
+        return Draw(seed, self._number) if self._fills == 1 else Draw(derived_seed(seed, self._number), self._fills)
+
+
+NUMBERED = "hyper_parallel_fills"
+"""Where a tensor has its :class:`NumberedFills`, while it gets its initial values."""
+
+
 def fill_random_(tensor: Any, kind: str, **parameters: Any) -> Any:
     """Overwrite a DTensor with random values, in place; the tensor."""
     platform = get_platform()
-    draw = random_state.next_draw()
+    fills = getattr(tensor, NUMBERED, None)
+    draw = random_state.next_draw() if fills is None else fills.next_draw()
     shape = tuple(tensor.shape)
     block = random_block(kind, parameters, draw, tensor.layout, shape, tensor.dtype, tensor.device)
     platform.fill_block(tensor, block)

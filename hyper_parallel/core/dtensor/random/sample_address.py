@@ -39,10 +39,10 @@ def derived_seed(seed: int, *numbers: int) -> int:
 class Address:
     """Where a program is among its draws."""
 
-    __slots__ = ("_number", "_outer", "_place", "_seed", "_seed_of", "_visits", "rows", "step")
+    __slots__ = ("_number", "_outer", "_place", "_purpose", "_seed", "_seed_of", "_visits", "rows", "step")
 
-    def __init__(self, step: int, rows: SampleRows | None) -> None:
-        self.step, self.rows = step, rows
+    def __init__(self, step: int, rows: SampleRows | None, purpose: int = 0) -> None:
+        self.step, self.rows, self._purpose = step, rows, purpose
         self._place: tuple[int, int, bool] = _BEFORE
         self._number = 0
         self._visits: dict[int, int] = {}
@@ -52,7 +52,7 @@ class Address:
 
     def copy(self) -> Address:
         """The same address, counted on by itself."""
-        other = Address(self.step, self.rows)
+        other = Address(self.step, self.rows, self._purpose)
         other._place, other._number, other._outer = self._place, self._number, self._outer
         other._visits = dict(self._visits)
         return other
@@ -60,8 +60,7 @@ class Address:
     def next_draw(self, seed: int) -> Draw:
         """The next draw of this place."""
         if self._seed_of != (seed, self._place):
-            block, visit, is_inside = self._place
-            self._seed = derived_seed(seed, self.step, block + 1, visit, is_inside)
+            self._seed = self._seed_here(seed)
             self._seed_of = (seed, self._place)
         draw = Draw(self._seed, self._number, self.rows)
         self._number += 1
@@ -69,9 +68,12 @@ class Address:
 
     def draw_aside(self, seed: int) -> Draw:
         """A draw that is not counted: for what cannot be addressed, and must be alike on ranks that hold these rows."""
-        block, visit, is_inside = self._place
         first = 0 if self.rows is None else self.rows.first
-        return Draw(derived_seed(seed, self.step, block + 1, visit, is_inside, first), self._number)
+        return Draw(derived_seed(self._seed_here(seed), first), self._number)
+
+    def _seed_here(self, seed: int) -> int:
+        block, visit, is_inside = self._place
+        return derived_seed(seed, self._purpose, self.step, block + 1, visit, is_inside)
 
     def enter(self, block: int) -> None:
         """The forward of a block begins."""

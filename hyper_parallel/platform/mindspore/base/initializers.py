@@ -44,7 +44,7 @@ def _filled(initializer: Any, shape: Shape, dtype: Any, draw: tuple[int, int]) -
     kind = numpy_type(dtype)
     filled = np.zeros(shape, np.float32 if np.dtype(kind).kind == "V" else kind)  # bfloat16 is no number to numpy
     before = np.random.get_state()
-    np.random.set_state(np.random.RandomState(np.random.MT19937(np.random.SeedSequence(draw))).get_state())
+    np.random.set_state(np.random.RandomState(np.random.MT19937(np.random.SeedSequence(draw[:2]))).get_state())
     try:
         initializer(filled)
     finally:

@@ -42,7 +42,9 @@ def _note_values(parameter: Parameter, given: Any) -> None:
         setattr(parameter, _CONSTANT, values.reshape(-1)[0].item())
 
 
-def reset_parameters(module: nn.Cell, parameters: list[Any], fill_random: Callable[..., Any]) -> None:
+def reset_parameters(
+    module: nn.Cell, parameters: list[Any], fill_random: Callable[..., Any], around: Callable[[nn.Cell], Any]
+) -> None:
     """Give ``parameters`` the values of the initializers that they were made with, from the inside out.
 
     A cell whose parameters have neither initializer nor number is asked to fill them by its ``reset_parameters``.
@@ -60,7 +62,8 @@ def reset_parameters(module: nn.Cell, parameters: list[Any], fill_random: Callab
             elif getattr(parameter, _CONSTANT, None) is None:
                 unknown = True
         if unknown and callable(getattr(cell, "reset_parameters", None)):
-            cell.reset_parameters()
+            with around(cell):
+                cell.reset_parameters()
 
 
 def _distribution(parameter: Any, initializer: Any) -> initializers.Distribution:

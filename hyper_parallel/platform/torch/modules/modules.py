@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -213,7 +214,12 @@ def init_parameters(module: nn.Module, stage_index: int, device: torch.device | 
         _check_all_have_values(module, materialised, stage_index)
 
 
-def reset_parameters(module: nn.Module, parameters: list[torch.Tensor], fill_random: Callable[..., Any]) -> None:
+def reset_parameters(
+    module: nn.Module,
+    parameters: list[torch.Tensor],
+    fill_random: Callable[..., Any],
+    around: Callable[[nn.Module], Any],
+) -> None:
     """Let the modules inside give ``parameters`` their initial values, from the inside out; others keep theirs.
 
     ``fill_random`` is not needed: the modules' own code calls random operators, and those of distributed tensors are
@@ -222,7 +228,7 @@ def reset_parameters(module: nn.Module, parameters: list[torch.Tensor], fill_ran
     del fill_random
     wanted = {id(parameter) for parameter in parameters}
     if wanted:
-        _reset(module, wanted, [tensor for tensor in _tensors_inside(module) if id(tensor) not in wanted])
+        _reset(module, wanted, [tensor for tensor in _tensors_inside(module) if id(tensor) not in wanted], around)
 
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -264,7 +270,12 @@ def _allocate(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return allocated
 
 
-def _reset(root: nn.Module, materialised: set[int], has_values: list[torch.Tensor]) -> None:
+def _reset(
+    root: nn.Module,
+    materialised: set[int],
+    has_values: list[torch.Tensor],
+    around: Callable[[nn.Module], Any] = lambda module: nullcontext(),
+) -> None:
     kept_ids = {id(tensor) for tensor in has_values}
     initialised: set[int] = set()
     for module in _from_inside_out(root):
@@ -278,7 +289,8 @@ def _reset(root: nn.Module, materialised: set[int], has_values: list[torch.Tenso
             keep += [tensor for tensor in own if id(tensor) in initialised]
             with torch.no_grad():
                 values = [tensor.clone() for tensor in keep]
-                reset()
+                with around(module):
+                    reset()
                 for tensor, value in zip(keep, values, strict=True):
                     tensor.copy_(value)
             initialised.update(map(id, own))
