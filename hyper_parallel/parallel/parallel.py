@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 from hyper_parallel.core.distributed_checkpoint import state_dict as state_dicts
 from hyper_parallel.core.distributed_checkpoint.async_save import async_save
 from hyper_parallel.core.distributed_checkpoint.load import load
 from hyper_parallel.core.distributed_checkpoint.save import save
-from hyper_parallel.core.dtensor.random.random_state import manual_seed
+from hyper_parallel.core.dtensor.random.by_sample import draws_by_sample
+from hyper_parallel.core.dtensor.random.random_state import initial_seed, manual_seed
+from hyper_parallel.core.dtensor.random.sample_rows import SampleRows
 from hyper_parallel.core.fully_shard.hsdp_module import HSDPModule
 from hyper_parallel.core.modules.deferred import materialize
 from hyper_parallel.core.shard.dispatching.mixing import implicit_replication
@@ -21,7 +24,7 @@ from hyper_parallel.parallel.explanation import explain
 from hyper_parallel.parallel.hugging_face import load_folder, save_folder
 from hyper_parallel.parallel.losses import GivenLoss, LabelledLoss
 from hyper_parallel.parallel.meshes import Meshes
-from hyper_parallel.parallel.micro_batches import MicroBatch, micro_batches, named_batch, parts_of
+from hyper_parallel.parallel.micro_batches import MicroBatch, micro_batches, named_batch, num_rows, parts_of
 from hyper_parallel.parallel.sequence_inputs import shard_sequences
 from hyper_parallel.platform import get_platform
 
@@ -46,6 +49,9 @@ class Parallel:
         self._meshes = meshes
         self._loss = loss
         #: A number that each rank may set, and their sum as of the last step: it travels with the number of targets.
+        #: The number of the next step, which random numbers are addressed by; in checkpoints.
+        self.step = 0
+        self._first_row, self._num_rows = (0, -1), 0
         self.flag = 0
         self.flags: Any = None
         self._wrapper = model if isinstance(model, HSDPModule) else None
@@ -72,6 +78,7 @@ class Parallel:
         """
         place, num_places = self._meshes.batch_place()
         begin, end = parts_of(len(samples), num_places)[place]
+        self._first_row = begin, end - begin
         return samples[begin:end]
 
     def forward_backward(self, *args: Any, **batch: Any) -> Any:
@@ -83,7 +90,9 @@ class Parallel:
         forward: all-reduces of the number of targets and of the loss over the ranks that share a batch, beside the
         model's; backward: the model's, and the reductions of gradients over the data axes.
         """
-        return self._step(named_batch(self.model, args, batch), backward=True)
+        loss = self._step(named_batch(self.model, args, batch), backward=True)
+        self.step += 1
+        return loss
 
     def loss_of(self, *args: Any, **batch: Any) -> Any:
         """The loss of a batch as in :meth:`forward_backward`, in evaluation and without gradients."""
@@ -102,6 +111,7 @@ class Parallel:
         like = next((value for value in batch.values() if _platform.is_tensor(value)), None)
         if like is None:
             raise ValueError(f"the batch has no tensors; it has {', '.join(batch) or 'nothing'}")
+        self._num_rows = num_rows(batch)
         parts = list(micro_batches(batch, self.microbatches))
         counts = [self._loss.counts(part.values, part.rows, like) for part in parts]
         total, self.flags = total_counts(counts, self._meshes.world, ("cp", "tp"), self.flag)
@@ -113,9 +123,9 @@ class Parallel:
         return self._summed(shares)
 
     def _run(self, part: MicroBatch, count: Counts, total: Counts, backward: bool, is_last: bool) -> Any:
-        values = shard_sequences(part.values, self._meshes.compute)
-        self._reduce_now(is_last)
-        share = self._loss.share(self.model, values, count, total)
+        values = self._prepared(part, is_last)
+        with self._draws(part):
+            share = self._loss.share(self.model, values, count, total)
         if not part.rows:
             share = share * 0
         if backward:
@@ -128,9 +138,9 @@ class Parallel:
         before = self._set_aside() if backward else {}
         sums, numbers = [], []
         for number, part in enumerate(parts):
-            values = shard_sequences(part.values, self._meshes.compute)
-            self._reduce_now(number == len(parts) - 1)
-            value, count = self._loss.sum_and_count(self.model, values)
+            values = self._prepared(part, number == len(parts) - 1)
+            with self._draws(part):
+                value, count = self._loss.sum_and_count(self.model, values)
             if not part.rows:
                 value, count = value * 0, count * 0
             if backward:
@@ -141,6 +151,21 @@ class Parallel:
         if backward:
             self._divide_gradients(total, before)
         return self._summed(sums) / total
+
+    def _prepared(self, part: MicroBatch, is_last: bool) -> dict[str, Any]:
+        self._reduce_now(is_last)
+        return shard_sequences(part.values, self._meshes.compute)
+
+    def _draws(self, part: MicroBatch) -> AbstractContextManager[None]:
+        """Random numbers of the samples of a part, by their place in the whole batch.
+
+        It is the one that :meth:`mine` gave them; where it was not asked, all ranks have as many as this one.
+        """
+        begin, count = self._first_row
+        rows = self._num_rows
+        if count != rows:
+            begin = self._meshes.batch_place()[0] * rows
+        return draws_by_sample(step=self.step, rows=SampleRows(begin + part.first, max(1, part.rows)))
 
     def _set_aside(self) -> dict[str, Any]:
         named = dict(self.named_parameters())
@@ -233,11 +258,12 @@ class Parallel:
         save_folder(self.model, folder, tokenizer=tokenizer, **options)
 
     def state_dict(self, optimizer: Any = None) -> dict[str, Any]:
-        """The state of the model, and of the optimizer, by the names of one device."""
+        """The state of the run, of the model, and of the optimizer, by the names of one device."""
+        run = {"step": self.step, "seed": initial_seed()}
         if optimizer is None:
-            return {"model": state_dicts.get_model_state_dict(self.model)}
+            return {"run": run, "model": state_dicts.get_model_state_dict(self.model)}
         model, state = state_dicts.get_state_dict(self.model, optimizer)
-        return {"model": model, "optimizer": state}
+        return {"run": run, "model": model, "optimizer": state}
 
     def save(self, path: Any, optimizer: Any = None, *, background: bool = False, **more: Any) -> Any:
         """Write a checkpoint of the model, the optimizer and ``more``, which loads under any other degrees.
@@ -260,6 +286,8 @@ class Parallel:
             state_dicts.set_state_dict(
                 self.model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
             )
+        manual_seed(state["run"]["seed"])
+        self.step = state["run"]["step"]
         return {name: state[name] for name in more}
 
     # ---------------------------------------------------------------- looking at it
@@ -283,7 +311,7 @@ class Parallel:
 
 
 def _named(more: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    taken = sorted({"model", "optimizer"} & more.keys())
+    taken = sorted({"model", "optimizer", "run"} & more.keys())
     if taken:
-        raise ValueError(f"Parallel.{where}: {', '.join(taken)} is what the model's own state is called; take another")
+        raise ValueError(f"Parallel.{where}: {', '.join(taken)} is what its own state is called; take another name")
     return more

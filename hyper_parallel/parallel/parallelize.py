@@ -1,7 +1,8 @@
 """``parallelize``: one call that splits a model by degrees, on one page.
 
-In this order: the mesh; equal values on all ranks; tensor parallelism and the sequence, by a plan for the whole model;
-recomputation of blocks; parameters sharded or replicated over the data axes, block by block.
+In this order: the mesh; numbers for random values, which the whole model gives; equal values on all ranks; tensor
+parallelism and the sequence, by a plan for the whole model; recomputation of blocks; parameters sharded or replicated
+over the data axes, block by block.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
 from hyper_parallel.core.fully_shard.api import fully_shard, replicate
 from hyper_parallel.core.fully_shard.policies import CPUOffloadPolicy, MixedPrecisionPolicy
+from hyper_parallel.core.modules.initial_values import number_initial_values
+from hyper_parallel.core.modules.numbered_blocks import number_blocks
 from hyper_parallel.core.tensor_parallel.parallelize import parallelize_module
 from hyper_parallel.parallel.degrees import REST, Degrees, as_degrees
 from hyper_parallel.parallel.losses import loss_for
@@ -102,6 +105,8 @@ def parallelize(
         raise ValueError(
             f"parallelize: recompute is by block, and {type(model).__name__} has no list of blocks (a ModuleList)"
         )
+    number_blocks(blocks)
+    number_initial_values(model)
     _take_values_of_rank_0(model, meshes)
     _split_layers(model, meshes, plan, sequence_parallel, keep_whole)
     for block in blocks if kept is not None else ():
