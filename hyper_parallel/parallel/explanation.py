@@ -28,7 +28,7 @@ _MEANING = {
 
 def explain(run: Parallel, batch: Mapping[str, Any]) -> str:
     """See :meth:`Parallel.explain`."""
-    lines = [f"{type(run.model).__name__} on {run.mesh.size()} ranks, {run.degrees}"]
+    lines = [f"{run.name} on {run.mesh.size()} ranks, {run.degrees}"]
     lines += [f"  {axis} = {size}: {_MEANING[axis]}" for axis, size in run.degrees.sizes.items() if size > 1]
     lines += ["", "parameters", *_parameters(run)]
     if batch:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
+from hyper_parallel.core.activation_memory.recompute import Recomputed
 from hyper_parallel.core.distributed_checkpoint import state_dict as state_dicts
 from hyper_parallel.core.distributed_checkpoint.async_save import async_save
 from hyper_parallel.core.distributed_checkpoint.load import load
@@ -60,6 +61,12 @@ class Parallel:
     def model(self) -> Any:
         """The model, on this rank."""
         return self.parts[0]
+
+    @property
+    def name(self) -> str:
+        """The name of the model's class, as it was."""
+        kinds = type(self.model).__mro__
+        return next(kind.__name__ for kind in kinds if not issubclass(kind, (HSDPModule, Recomputed)))
 
     @property
     def mesh(self) -> Any:
@@ -307,7 +314,7 @@ class Parallel:
             return draw(self.model, **shard_sequences(named_batch(self.model, args, batch), self._meshes.compute))
 
     def __repr__(self) -> str:
-        return f"Parallel({type(self.model).__name__}, {self.degrees}, microbatches={self.microbatches})"
+        return f"Parallel({self.name}, {self.degrees}, microbatches={self.microbatches})"
 
 
 def _named(more: Mapping[str, Any], where: str) -> Mapping[str, Any]:

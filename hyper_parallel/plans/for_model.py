@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard
+from hyper_parallel.core.modules.module_paths import match_paths
 from hyper_parallel.core.tensor_parallel.fused_and_head_styles import FusedColwiseParallel
 from hyper_parallel.core.tensor_parallel.gather_inputs import GatherInputs
 from hyper_parallel.core.tensor_parallel.parameter_styles import ReplicateParameters, ShardAttention, ShardParameters
@@ -57,13 +58,15 @@ def for_model(
         raise TypeError(f"plans.for_model takes a model, got {kind_of(model)}")
     if isinstance(keep_whole, str):
         raise TypeError(f"plans.for_model: keep_whole takes a list of paths; write keep_whole=[{keep_whole!r}]")
+    paths = [path for path, _ in platform.get_cells_and_names(model)]
+    for pattern in keep_whole:
+        match_paths(paths, {pattern: None}, "plans.for_model: keep_whole", "module")
     roles = read_roles(model, tuple(keep_whole))
     if not (roles.columns or roles.attentions):
         raise PlanError(_nothing_to_shard(model))
     between = Shard(_sequence_dim(model, roles)) if sequence_parallel else Replicate()
     plan = _plan_of(model, roles, between, split_fused)
     plan.setdefault("", []).insert(0, SingleDeviceModel(plain_outputs=plain_outputs))
-    paths = [path for path, _ in platform.get_cells_and_names(model)]
     for path in _called_alone(roles.blocks, paths):
         plan.setdefault(path, []).insert(0, SingleDeviceCode())
     return _with_stars({path: plan[path] for path in paths if path in plan}, paths)

@@ -8,7 +8,8 @@ import torch
 
 import hyper_parallel as hp
 from hyper_parallel.testing import threads
-from tests.parallel.training import LAYOUTS, batch, on_one_device, train
+from tests.parallel.layouts import LAYOUTS
+from tests.parallel.training import batch, on_one_device, train
 from tests.tensor_parallel.hugging_face import assert_same, build, in_double
 from tests.world import run_on_ranks, small_or_sweep
 
@@ -197,3 +198,28 @@ def test_parameters_lie_on_the_whole_mesh(degrees):
         assert [name for name, _ in run.named_parameters()] == [name for name, _ in build("llama").named_parameters()]
 
     threads(4).run(work)
+
+
+def _with_dropout(degrees, microbatches, recompute=None):
+    hp.manual_seed(5)
+    return train(
+        hp.parallelize(build("gpt2_dropout"), degrees, microbatches=microbatches, recompute=recompute), batch()
+    )
+
+
+def test_dropout_draws_the_bits_of_one_process():
+    """Also under recomputation; another seed and the next step draw others."""
+    build("gpt2_dropout")
+    (want,) = threads(1).run(_with_dropout, "dp_shard=1", 1)
+    without = on_one_device("gpt2", batch())
+    assert abs(want["loss 0"] - without["loss 0"]) > 1e-3
+    cases = [
+        ("dp_shard=1", 2, None),
+        ("dp_shard=2", 1, None),
+        ("dp_replicate=2", 3, "full"),
+        ("tp=2", 2, "full"),
+        ("dp_shard=2, cp=2", 2, None),
+    ]
+    for degrees, microbatches, recompute in cases:
+        for got in threads(LAYOUTS[degrees]).run(_with_dropout, degrees, microbatches, recompute):
+            assert_same(got, want, rtol=1e-9, atol=1e-9)

@@ -13,19 +13,6 @@ ROWS, STEPS, RATE = 7, 3, 1e-2
 # A larger eps: the gradient of a key's bias is zero but for rounding, and Adam would step by its sign.
 EPS = 1e-6
 
-# Degrees and their number of ranks.
-LAYOUTS = {
-    "dp_shard=1": 1,
-    "dp_replicate=2": 2,
-    "dp_shard=2": 2,
-    "tp=2": 2,
-    "cp=2": 2,
-    "dp_shard=2, tp=2": 4,
-    "cp=2, tp=2": 4,
-    "dp_replicate=2, dp_shard=2": 4,
-    "dp_shard=2, cp=2": 4,
-}
-
 Seen = dict[str, Any]
 
 
@@ -38,9 +25,9 @@ def batch(length: int = 13) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": labels}
 
 
-def on_one_device(name: str, given: dict[str, torch.Tensor], steps: int = STEPS) -> Seen:
+def on_one_device(name: str, given: dict[str, torch.Tensor], steps: int = STEPS, model: Any = None) -> Seen:
     """Plain PyTorch."""
-    model = build(name)
+    model = model or build(name)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, eps=EPS)
     seen: Seen = {}
     with in_double():
