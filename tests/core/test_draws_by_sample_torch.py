@@ -53,7 +53,7 @@ CALLS = {
     "rand of a size": lambda x: torch.rand(x.shape, dtype=torch.float64),
     "rand out": lambda x: torch.rand(len(x), 3, out=torch.empty(0)),
     "randn": lambda x: torch.randn(x.shape),
-    "rand_like": lambda x: torch.rand_like(x),  # noqa: PLW0108 - looked up when it is called
+    "rand_like": lambda x: torch.rand_like(x),
     "randn_like": lambda x: torch.randn_like(x, dtype=torch.bfloat16),
     "randint": lambda x: torch.randint(0, 1000, (len(x), 2)),
     "randint of one bound": lambda x: torch.randint(1000, size=(len(x), 2)),
@@ -194,9 +194,9 @@ def test_without_memory():
 
 def test_what_has_no_address_is_told():
     lstm = nn.LSTM(4, 4, num_layers=2, dropout=0.5)
-    with pytest.warns(UserWarning, match="drew from the framework's own generator.*nn.LSTM.*use nn.Dropout"):
-        with hp.draws_by_sample(step=0, rows=(0, 2)):
-            lstm(torch.ones(3, 2, 4))
+    told = pytest.warns(UserWarning, match="drew from the framework's own generator.*nn.LSTM.*use nn.Dropout")
+    with told, hp.draws_by_sample(step=0, rows=(0, 2)):
+        lstm(torch.ones(3, 2, 4))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with hp.draws_by_sample(step=0, rows=(0, 2)):

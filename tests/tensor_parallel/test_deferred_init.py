@@ -104,3 +104,39 @@ def test_an_own_init_and_what_nobody_fills() -> None:
     plain = nn.Linear(2, 2)
     before = plain.weight.clone()
     assert torch.equal(hp.materialize(plain).weight, before)
+
+
+class Noisy(nn.Module):
+    """Its reset_parameters draws tensors beside the parameters, a plain and a distributed one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4))
+        self.shift = nn.Parameter(torch.empty(3))
+
+    def reset_parameters(self) -> None:
+        self.weight.copy_(torch.rand(4) + 1)
+        self.shift.copy_(self.shift.new_empty(3).normal_())
+
+
+def test_values_after_modules_were_removed() -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), Noisy(), nn.Linear(4, 4), Noisy())
+
+    state = torch.get_rng_state()
+    hp.manual_seed(7)
+    want = hp.materialize(_deferred(make))
+    assert torch.equal(torch.get_rng_state(), state)
+    hp.manual_seed(7)
+    for removed in ([0], [0, 1], [2]):
+        model = _deferred(make)
+        hp.number_initial_values(model)
+        kept = [place for place in range(4) if place not in removed]
+        hp.manual_seed(7)
+        for place in reversed(kept):  # in several calls, in any order
+            hp.materialize(model[place])
+            for got, value in zip(model[place].parameters(), want[place].parameters(), strict=True):
+                assert torch.equal(got, value), (removed, place)
+    assert not torch.equal(want[0].weight, want[2].weight)
+    assert not torch.equal(want[1].weight, want[3].weight)
+    assert not torch.equal(want[1].shift, want[3].shift)

@@ -25,7 +25,6 @@ from hyper_parallel.core.modules.initial_values import (
     draws_of_module,
     number_initial_values,
     number_of,
-    pass_by_numbers,
 )
 from hyper_parallel.platform import get_platform
 
@@ -83,7 +82,6 @@ def materialize(module: Any, *, device: Any = None, init: Callable[[Any], Any] |
             "module (on MindSpore make the parameter with an initializer), or pass init=, a function that fills the "
             "parameters of the module that it is given"
         )
-    pass_by_numbers(module)
     for one in made.values():
         if hasattr(one.distributed, NUMBERED):
             delattr(one.distributed, NUMBERED)

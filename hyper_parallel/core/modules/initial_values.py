@@ -15,6 +15,7 @@ from typing import Any
 from hyper_parallel.core.dtensor.random.by_sample import install_addressed_draws
 from hyper_parallel.core.dtensor.random.random_state import default_state
 from hyper_parallel.core.dtensor.random.sample_address import Address, at_address
+from hyper_parallel.core.shard.dispatching.mixing import implicit_replication
 from hyper_parallel.platform import get_platform
 
 # Set by the platform, see ``without_memory``: the one number that a constructor filled it with, or what else makes the
@@ -23,7 +24,6 @@ _CONSTANT = "hyper_parallel_constant"
 _INITIALIZER = "hyper_parallel_initializer"
 _NUMBER = "hyper_parallel_number"  # of a parameter, see below
 _NUMBER_OF_MODULE = "hyper_parallel_module_number"
-_LAST = "hyper_parallel_last_number"  # of all that were given with a module's
 _INITIAL_VALUES = 1  # the purpose of an address
 
 
@@ -34,7 +34,8 @@ def constant_of(parameter: Any) -> Any:
 
 def number_of(parameter: Any) -> int | None:
     """The number of the draw that makes the values of a parameter without memory; None if it has none."""
-    return getattr(parameter, _NUMBER, None)
+    number = getattr(parameter, _NUMBER, None)
+    return None if number is None else number.draw()
 
 
 def carry_initial_values(source: Any, target: Any) -> None:
@@ -44,12 +45,36 @@ def carry_initial_values(source: Any, target: Any) -> None:
             setattr(target, note, getattr(source, note))
 
 
+class _Numbering:
+    """Numbers that were given together: one row of draws, which begins where the first values of it are made."""
+
+    def __init__(self, count: int) -> None:
+        self._count, self._first = count, -1
+
+    def first(self) -> int:
+        """The draw that place 0 has."""
+        if self._first < 0:
+            self._first = default_state.take(self._count)
+        return self._first
+
+
+class _Number:
+    """One place of a numbering."""
+
+    def __init__(self, numbering: _Numbering, place: int) -> None:
+        self._numbering, self._place = numbering, place
+
+    def draw(self) -> int:
+        return self._numbering.first() + self._place
+
+
 def number_initial_values(module: Any) -> None:
     """Number the parameters without memory: the values that ``materialize`` gives them are then those of this whole
     model on one device, whatever is removed from it or cut in between.
 
     Call it on every rank on the whole model, built under ``deferred_init``, before anything is removed;
-    ``materialize`` does it where nobody has. The seed is the one in use when ``materialize`` is called.
+    ``materialize`` does it where nobody has. Nothing is drawn yet: the seed is the one in use when ``materialize`` is
+    called, and what remains of one model may be given its values in several calls.
     """
     platform = get_platform()
     parameters: dict[int, Any] = {}
@@ -58,32 +83,26 @@ def number_initial_values(module: Any) -> None:
         if getattr(owner, _NUMBER_OF_MODULE, None) is None:
             modules.append(owner)
         for parameter in platform.own_parameters(owner).values():
-            is_known = constant_of(parameter) is not None or number_of(parameter) is not None
+            is_known = constant_of(parameter) is not None or getattr(parameter, _NUMBER, None) is not None
             if platform.has_no_memory(parameter) and not is_known:
                 parameters[id(parameter)] = parameter
     if not parameters:
         return
-    first = default_state.take(len(parameters) + len(modules))
-    for number, parameter in enumerate(parameters.values(), first):
-        setattr(parameter, _NUMBER, number)
-    last = first + len(parameters) + len(modules) - 1
-    for number, owner in enumerate(modules, first + len(parameters)):
-        setattr(owner, _NUMBER_OF_MODULE, number)
-        setattr(owner, _LAST, last)
+    numbering = _Numbering(len(parameters) + len(modules))
+    for place, parameter in enumerate(parameters.values()):
+        setattr(parameter, _NUMBER, _Number(numbering, place))
+    for place, owner in enumerate(modules, len(parameters)):
+        setattr(owner, _NUMBER_OF_MODULE, _Number(numbering, place))
 
 
 @contextmanager
 def draws_of_module(module: Any) -> Iterator[None]:
-    """Inside, what is drawn beside numbered parameters is addressed by the module's number."""
+    """Inside, what is drawn beside numbered parameters is addressed by the module's number: plain tensors are the same
+    on every rank, and may meet distributed ones."""
     number = getattr(module, _NUMBER_OF_MODULE, None)
     if number is None:
         yield
         return
     install_addressed_draws()
-    with at_address(Address(number, None, _INITIAL_VALUES)):
+    with implicit_replication(), at_address(Address(number.draw(), None, _INITIAL_VALUES)):
         yield
-
-
-def pass_by_numbers(module: Any) -> None:
-    """Let later draws come behind all that were numbered with ``module``, on every rank the same."""
-    default_state.pass_by(getattr(module, _LAST, -1))

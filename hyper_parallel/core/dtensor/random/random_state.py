@@ -55,11 +55,6 @@ class RandomState:
             self._next_number = (first + count) % _NUM_SEEDS
         return first
 
-    def pass_by(self, number: int) -> None:
-        """Let the next draw come behind `number` if it does not: those up to it were taken before a seed was set."""
-        with self._lock:
-            self._next_number = max(self._next_number, number + 1)
-
     def get_state(self) -> tuple[int, int]:
         """(seed, number of the next draw): two ints, to keep in a checkpoint."""
         with self._lock:

@@ -21,6 +21,7 @@ import torch
 from torch.nn import functional
 
 from hyper_parallel.platform.torch.base.dtensor_base import DTensorBase
+from hyper_parallel.platform.torch.takes_over.compiling import keep_compiler_out
 
 _Drawn = Callable[..., torch.Tensor]  # (kind, shape, dtype, device, **parameters)
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -273,6 +274,7 @@ def install_addressed_draws(is_active: Callable[[], bool], drawn: _Drawn) -> Non
     """Let ``drawn(kind, shape, dtype, device, **parameters)`` make the values while ``is_active()``; twice is once."""
     if _addressed:
         return
+    keep_compiler_out()
     ours = _Replacements(drawn)
     for names, owners in ((_OPERATORS, (torch._VF, torch)), (_FUNCTIONS, (torch,)), (_METHODS, (torch.Tensor,))):
         for name in names:
@@ -310,8 +312,6 @@ def _is_other(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if kwargs.get("generator") is not None or getattr(kwargs.get("dtype"), "is_complex", False):
         return True
     for value in (*args, *kwargs.values()):
-        if isinstance(value, torch.Generator) or (
-            isinstance(value, torch.Tensor) and (isinstance(value, DTensorBase) or value.is_complex())
-        ):
+        if isinstance(value, torch.Tensor) and (isinstance(value, DTensorBase) or value.is_complex()):
             return True
     return False

@@ -11,6 +11,7 @@ its list of code to leave alone, which has no public name.
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any
 
 import torch
@@ -22,8 +23,15 @@ _plain_compile = torch.compile
 def exclude_from_compile(kind: type) -> None:
     """Let compiled code run operators on tensors of ``kind`` as if it were not compiled."""
     _kinds.add(kind)
+    keep_compiler_out()
+
+
+def keep_compiler_out() -> None:
+    """Let compiled code call this library's functions as they are, instead of tracing them."""
     if torch.compile is _plain_compile:
         torch.compile = _compile  # type: ignore[assignment]
+    if "torch._dynamo" in sys.modules:  # something may have been compiled already
+        _tell_compiler()
 
 
 @functools.cache
