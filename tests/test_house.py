@@ -15,7 +15,7 @@ _PACKAGE = _ROOT / "hyper_parallel"
 
 MOST_FILES = 18
 MOST_LINES = 400
-# One idea each, that sub-folders would only cut apart: a file per family of operators; meshes, layouts and tensors,
+# One idea each, that sub-folders would only cut apart: a file per family of operators; layouts and tensors,
 # whose contracted names make sub-packages import each other in circles.
 LARGE_FOLDERS = {"core/shard/rules", "core/dtensor"}
 LONG_FILES: dict[str, str] = {}

@@ -17,9 +17,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hyper_parallel.core.dtensor import device_mesh, mesh_context, rank_grid
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, init_device_mesh
-from hyper_parallel.core.dtensor.mesh_context import get_current_mesh
+from hyper_parallel.core.dtensor.meshes import device_mesh, mesh_context, rank_grid
+from hyper_parallel.core.dtensor.meshes.mesh_context import get_current_mesh
 from hyper_parallel.platform import get_platform
 from tests.world import run_on_ranks
 

@@ -16,7 +16,7 @@ from typing import Any
 from hyper_parallel.core.dtensor.autograd_edges import EmptyOutsideMesh, FromLocal, ToLocal, redistribute_with_grad
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.dtensor.mesh_context import get_current_mesh
+from hyper_parallel.core.dtensor.meshes.mesh_context import get_current_mesh
 from hyper_parallel.core.dtensor.placement_types import Placement
 from hyper_parallel.core.dtensor.shard_sizes import check_later, finish_checks, gather_global_shape, join_check
 from hyper_parallel.core.dtensor.skip_dispatch import is_skipped, skipping

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.dtensor.rank_grid import Axis
+from hyper_parallel.core.dtensor.meshes.rank_grid import Axis
 
 
 def reduced_later(layout: Layout, axes: str | Iterable[Axis]) -> Layout:

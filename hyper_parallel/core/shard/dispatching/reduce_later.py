@@ -13,7 +13,7 @@ from hyper_parallel.core.dtensor.autograd_edges import redistribute_with_grad
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
 from hyper_parallel.core.dtensor.later_reduction import reduced_later
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.dtensor.rank_grid import Axis
+from hyper_parallel.core.dtensor.meshes.rank_grid import Axis
 from hyper_parallel.core.shard.dispatching.strategy import Choice, axes_not_replicated
 from hyper_parallel.core.shard.rule_kit.signature import OpCall, TensorSpec
 from hyper_parallel.platform import get_platform

@@ -13,7 +13,7 @@ from typing import Any, SupportsIndex
 
 import numpy as np
 
-from hyper_parallel.core.dtensor.mesh_description import Ranks
+from hyper_parallel.core.dtensor.meshes.mesh_description import Ranks
 from hyper_parallel.platform import get_platform
 
 Axis = SupportsIndex | str
@@ -86,7 +86,7 @@ class RankGrid:
     def axis_index(self, axis: Axis) -> int:
         """The index of an axis given by name, label or (possibly negative) index.
 
-        >>> from hyper_parallel.core.dtensor.device_mesh import init_device_mesh
+        >>> from hyper_parallel.core.dtensor.meshes.device_mesh import init_device_mesh
         >>> mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"), init_backend=False)
         >>> mesh.axis_index("tp"), mesh.axis_index(-2)
         (1, 0)
@@ -137,7 +137,7 @@ class RankGrid:
     def coordinate_of(self, rank: int) -> tuple[int, ...]:
         """The position of a world rank on each axis.
 
-        >>> from hyper_parallel.core.dtensor.device_mesh import init_device_mesh
+        >>> from hyper_parallel.core.dtensor.meshes.device_mesh import init_device_mesh
         >>> init_device_mesh("cpu", (2, 4), init_backend=False).coordinate_of(6)
         (1, 2)
         """
@@ -175,7 +175,7 @@ class RankGrid:
     def line(self, axes: Axes, rank: int | None = None) -> tuple[int, ...]:
         """The ranks that share this rank's (or ``rank``'s) other coordinates, row-major over ``axes`` as ordered here.
 
-        >>> from hyper_parallel.core.dtensor.device_mesh import init_device_mesh
+        >>> from hyper_parallel.core.dtensor.meshes.device_mesh import init_device_mesh
         >>> mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "cp", "tp"), init_backend=False)
         >>> mesh.line("cp", rank=5), mesh.line(("dp", "tp")), mesh.line(("tp", "dp"))
         ((5, 7), (0, 1, 4, 5), (0, 4, 1, 5))
@@ -203,7 +203,7 @@ class RankGrid:
     def get_ranks_by_axis(self, axis: Axes) -> list[list[int]]:
         """Every line along an axis, or along several together.
 
-        >>> from hyper_parallel.core.dtensor.device_mesh import init_device_mesh
+        >>> from hyper_parallel.core.dtensor.meshes.device_mesh import init_device_mesh
         >>> init_device_mesh("cpu", (2, 2), init_backend=False).get_ranks_by_axis(0)
         [[0, 2], [1, 3]]
         """
@@ -217,7 +217,7 @@ class RankGrid:
         A group orders its ranks ascending, and collectives concatenate in group order. The identity where the line
         ascends; where it does not, permute: part ``i`` of the line is part ``group_positions[i]`` of the group.
 
-        >>> from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+        >>> from hyper_parallel.core.dtensor.meshes.device_mesh import DeviceMesh
         >>> mesh = DeviceMesh("cpu", [3, 0, 1], init_backend=False)
         >>> mesh.line(0), mesh.group_positions(0)
         ((3, 0, 1), (2, 0, 1))

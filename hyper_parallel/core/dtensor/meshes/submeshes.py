@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hyper_parallel.core.dtensor.mesh_description import Ranks, parse_names, parse_shape
-from hyper_parallel.core.dtensor.mesh_families import block_positions, join_families, same_family
-from hyper_parallel.core.dtensor.rank_grid import Axis, RankGrid
+from hyper_parallel.core.dtensor.meshes.mesh_description import Ranks, parse_names, parse_shape
+from hyper_parallel.core.dtensor.meshes.mesh_families import block_positions, join_families, same_family
+from hyper_parallel.core.dtensor.meshes.rank_grid import Axis, RankGrid
 
 if TYPE_CHECKING:
-    from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+    from hyper_parallel.core.dtensor.meshes.device_mesh import DeviceMesh
 
 
 def submesh(mesh: DeviceMesh, names: str | Sequence[str]) -> DeviceMesh:

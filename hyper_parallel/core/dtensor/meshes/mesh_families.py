@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hyper_parallel.core.dtensor.mesh_description import Ranks
+from hyper_parallel.core.dtensor.meshes.mesh_description import Ranks
 
 
 def block_positions(blocks: Ranks) -> tuple[Ranks, Ranks]:
