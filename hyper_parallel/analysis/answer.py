@@ -26,7 +26,7 @@ def main() -> None:
     except (ValueError, TypeError) as error:
         print(error, file=sys.stderr)
         raise SystemExit(2) from None
-    print(json.dumps([dataclasses.replace(report, notes=(_NOTE,)).as_data() for report in reports]))
+    print(json.dumps([dataclasses.replace(report, notes=(*report.notes, _NOTE)).as_data() for report in reports]))
 
 
 if __name__ == "__main__":

@@ -87,8 +87,8 @@ def dry_run_classes(model: Any, degrees: str | Mapping[str, int] = "tp=1", **opt
     reports, left = [], list(range(job.world_size))
     while left:
         run = run_rank(job, left[0])
-        answers = run.questions.answers_of(left[0])
-        alike = tuple(rank for rank in left if run.questions.answers_of(rank) == answers)
+        answers = run.answers_of(left[0])
+        alike = tuple(rank for rank in left if run.answers_of(rank) == answers)
         reports.append(make_report(job, run, left[0], alike, limit))
         left = [rank for rank in left if rank not in set(alike)]
     return reports

@@ -11,6 +11,7 @@ from typing import Any
 
 from hyper_parallel.analysis.memory_log import BACKWARD, FORWARD, OPTIMIZER, Call, MemoryLog, Peak
 from hyper_parallel.analysis.model_source import ModelSource, call_model, inputs_for
+from hyper_parallel.analysis.rank_spy import RankSpy
 from hyper_parallel.core.dtensor.comm_recorder import CommRecord, CommRecorder, asked_by
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, init_device_mesh
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
@@ -61,13 +62,18 @@ class RankRun:
     num_parameters: int
     num_local_parameters: int
     questions: RankQuestions = field(repr=False)
+    rank_spy: RankSpy
+
+    def answers_of(self, rank: int) -> Any:
+        """Equal for ranks that do alike: none, where the program asks for its rank itself."""
+        return rank if self.rank_spy.lines else self.questions.answers_of(rank)
 
 
 def run_rank(job: Job, rank: int) -> RankRun:
     """Build, cut and train as ``rank`` of the job's world."""
     platform = get_platform()
     member = Member(rank, job.world_size, platform.silent_group)
-    log = MemoryLog()
+    log, rank_spy = MemoryLog(), RankSpy(member)
     with _by_itself(), as_member(member), platform.counted(log, job.device) as counter:
         mesh = init_device_mesh("cpu", tuple(job.degrees.values()), mesh_dim_names=tuple(job.degrees))
         with platform.building_without_memory():
@@ -102,6 +108,7 @@ def run_rank(job: Job, rank: int) -> RankRun:
             num_parameters,
             sum(_num_elements(_local(parameter)) for parameter in parameters),
             RankQuestions(mesh),
+            rank_spy,
         )
 
 

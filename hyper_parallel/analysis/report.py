@@ -169,6 +169,7 @@ def make_report(job: Job, run: RankRun, rank: int, ranks: tuple[int, ...], devic
         resting_bytes=run.resting_bytes,
         flops_by_phase={phase: flops for phase, flops in run.flops.items() if flops},
         collectives=tuple(CollectiveRow(*key, *totals) for key, totals in rows.items()),
+        notes=tuple(filter(None, [run.rank_spy.note()])),
     )
 
 

@@ -90,6 +90,8 @@ def _show(report: Any) -> None:
     console.print(Text(room.job_line(report), style="dim"))
     tone = "" if report.device_memory is None else "green" if report.fits else "red"
     console.print(Text(report.verdict(), style=tone))
+    for note in report.notes:
+        console.print(Text(note, style="yellow"))
     for caption, columns, rows in room.tables(report):
         table = Table(*columns, title=Text(caption), title_justify="left", title_style="bold")
         for row in rows:

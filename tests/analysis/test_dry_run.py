@@ -19,6 +19,7 @@ from torch import nn
 import hyper_parallel as hp
 from hyper_parallel import analysis, models
 from hyper_parallel.analysis.report import DryRun
+from hyper_parallel.platform import get_platform
 from tests.analysis.real_steps import write_config
 
 SMALL = models.LlamaConfig(vocab_size=256, dim=64, num_blocks=2, num_heads=8, num_kv_heads=8, hidden_dim=160)
@@ -303,3 +304,55 @@ def test_classes_are_right(degrees, tmp_path):
 def test_thousands_of_ranks_take_no_longer():
     (report,) = hp.dry_run_classes(SMALL, "dp=512, tp=8", length=64)
     assert len(report.ranks) == 4096
+
+
+# ---- programs that ask for their rank ----
+
+
+class _AsksForRank(nn.Module):
+    """As many layers as the rank says: what no rank tells about another."""
+
+    def __init__(self, ask):
+        super().__init__()
+        self.layer, self.ask = nn.Linear(8, 8), ask
+
+    def forward(self, x):
+        for _ in range(1 + self.ask()):
+            x = self.layer(x)
+        return x.sum()
+
+
+def _mesh_of_two():
+    return hp.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+
+
+_QUESTIONS = [
+    lambda: get_platform().get_rank(),
+    lambda: get_platform().get_group_local_rank(),
+    lambda: _mesh_of_two().get_rank(),
+    lambda: _mesh_of_two().get_coordinate()[0],
+    lambda: _mesh_of_two().get_local_rank(),
+]
+
+
+@pytest.mark.parametrize("ask", _QUESTIONS)
+def test_a_program_that_asks_for_its_rank_is_named_and_no_two_ranks_are_alike(ask):
+    reports = hp.dry_run_classes(lambda: (_AsksForRank(ask), (torch.ones(2, 8),)), "dp=2", plan={})
+    assert [report.ranks for report in reports] == [(0,), (1,)]
+    assert reports[1].flops > reports[0].flops
+    line = ask.__code__.co_firstlineno
+    assert reports[0].notes == (
+        f"{__file__}:{line} asks for the rank: ranks may differ, and no two are taken for alike. The figures hold for "
+        "this rank only; run each that matters with rank= (--rank), or all with dry_run_classes (--all-classes)",
+    )
+    assert reports[0].notes[0] in str(reports[0])
+
+
+def test_asking_for_groups_and_lengths_is_no_question_about_the_rank():
+    def build():
+        mesh = _mesh_of_two()
+        assert mesh.get_group("dp") is not None and get_platform().get_world_size() == 2
+        return _AsksForRank(lambda: 0), (torch.ones(2, 8),)
+
+    (report,) = hp.dry_run_classes(build, "dp=2", plan={})
+    assert report.ranks == (0, 1) and report.notes == ()

@@ -27,15 +27,22 @@ _generations = itertools.count(2**32)  # above those that a process counts for w
 class Member:
     """Rank ``rank`` of a world of ``world_size`` ranks; ``make_group(member, ranks)`` makes its groups."""
 
-    __slots__ = ("generation", "groups", "make_group", "rank", "world_group", "world_size")
+    __slots__ = ("generation", "groups", "make_group", "rank", "when_asked", "world_group", "world_size")
 
     def __init__(self, rank: int, world_size: int, make_group: Callable[[Member, tuple[int, ...]], Any]) -> None:
         if not 0 <= rank < world_size:
             raise ValueError(f"a world of {world_size} ranks has ranks 0 to {world_size - 1}, not {rank}")
         self.rank, self.world_size, self.make_group = rank, world_size, make_group
+        self.when_asked: Callable[[], None] | None = None  # told whenever somebody asks
         self.groups: dict[tuple[int, ...], Any] = {}  # what EXISTING_COMM_GROUPS is for a process
         self.generation = next(_generations)  # no other member has it, in this world or another
         self.world_group = make_group(self, tuple(range(world_size)))
+
+    def asked_rank(self) -> int:
+        """The rank, for somebody who asks for it: told to ``when_asked``."""
+        if self.when_asked is not None:
+            self.when_asked()
+        return self.rank
 
 
 class _Current(threading.local):

@@ -242,7 +242,7 @@ def get_rank() -> int:
     """This process's rank in the world; 0 before there is one."""
     member = current_member()
     if member is not None:
-        return member.rank
+        return member.asked_rank()
     return dist.get_rank() if dist.is_initialized() else 0
 
 
@@ -261,6 +261,8 @@ def get_global_rank(group: Any, group_rank: int) -> int:
 
 def get_group_local_rank(group: Any = None) -> int:
     """This process's rank inside ``group``; 0 before there is a world."""
+    if (member := current_member()) is not None:
+        member.asked_rank()
     return unwrap_group(group).rank() if group is not None or _has_world() else 0
 
 
