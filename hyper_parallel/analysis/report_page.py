@@ -26,16 +26,21 @@ p { margin: .2rem 0; } .faint { color: var(--faint); } .good { color: var(--good
 .verdict { font-weight: 600; margin: .8rem 0; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-size: .92rem; }
-th, td { text-align: left; padding: .3rem .8rem .3rem 0; border-bottom: 1px solid var(--line); }
-td { overflow-wrap: anywhere; }
-th { color: var(--faint); font-weight: 500; } td:nth-child(n+2) { font-variant-numeric: tabular-nums; }
+th, td { text-align: left; padding: .3rem 1.2rem .3rem 0; border-bottom: 1px solid var(--line); }
+th { color: var(--faint); font-weight: 500; } tr.total td { font-weight: 600; }
+.number { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; padding-right: .2rem; }
+.number + .number { padding-left: 1.2rem; } h2 { overflow-wrap: anywhere; }
 .bar { display: flex; height: 2rem; border: 1px solid var(--line); border-radius: 4px; overflow: hidden;
   background: var(--soft); margin: .6rem 0; position: relative; }
 .limit { position: absolute; top: 0; bottom: 0; border-left: 3px solid var(--bad); }
 .key { display: inline-block; width: .8em; height: .8em; border-radius: 2px; margin-right: .4em; }
+.key.thin { width: 3px; border-radius: 0; background: var(--bad); }
 .keys span { margin-right: 1.2em; white-space: nowrap; }
 section + section { border-top: 2px solid var(--line); margin-top: 2.5rem; }
 """
+
+_NUMBERS = {"bytes", "share", "how many", "calls", "sent", "operations"}  # columns, set flush right
+_TOTALS = {"peak", "a step"}  # rows
 
 
 def page(reports: list[DryRun]) -> str:
@@ -58,10 +63,17 @@ def _section(report: DryRun) -> str:
     parts += [f'<p class="faint">{escape(note)}</p>' for note in report.notes]
     parts.append(_bar(report))
     for caption, columns, rows in tables(report):
-        head = "".join(f"<th>{escape(name)}</th>" for name in columns)
-        body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-        parts.append(f'<h2>{escape(caption)}</h2><div class="scroll"><table><tr>{head}</tr>{body}</table></div>')
+        body = "".join(_row(row, columns, "td") for row in rows)
+        head = _row(columns, columns, "th")
+        parts.append(f'<h2>{escape(caption)}</h2><div class="scroll"><table>{head}{body}</table></div>')
     return "\n".join(parts)
+
+
+def _row(cells: list[str], columns: list[str], tag: str) -> str:
+    kind = ' class="total"' if cells[0] in _TOTALS else ""
+    kinds = (' class="number"' if name in _NUMBERS else "" for name in columns)
+    written = (f"<{tag}{of}>{escape(cell)}</{tag}>" for cell, of in zip(cells, kinds, strict=True))
+    return f"<tr{kind}>{''.join(written)}</tr>"
 
 
 def _bar(report: DryRun) -> str:
@@ -76,4 +88,5 @@ def _bar(report: DryRun) -> str:
     if report.device_memory is not None:
         place = 100 * report.device_memory / scale
         pieces.append(f'<div class="limit" title="device memory" style="left:{place:.2f}%"></div>')
+        keys.append(f'<span><i class="key thin"></i>device memory: {byte_text(report.device_memory)}</span>')
     return f'<div class="bar">{"".join(pieces)}</div><p class="keys">{"".join(keys)}</p>'
