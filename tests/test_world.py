@@ -16,7 +16,7 @@ import numpy
 import pytest
 
 from hyper_parallel.platform import get_platform
-from tests.world import RanksFailed, Worlds, run_on_ranks
+from tests.world import RanksFailed, Worlds, run_on_ranks, small_or_sweep
 from tests.world.frameworks import Framework
 from tests.world.helpers import await_end, echo, gather_ranks, meet, my_rank
 
@@ -26,13 +26,13 @@ _ROOT = Path(__file__).resolve().parents[1]
 # ---- A call that goes well ----
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("world_size", small_or_sweep([1, 2, 3, 4, 8], [1, 2, 4]))
 def test_results_come_by_rank(worlds, world_size):
     results = worlds(world_size).run(echo, 1, "two", three=[3.0])
     assert results == [(rank, world_size, (1, "two"), {"three": [3.0]}) for rank in range(world_size)]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("world_size", small_or_sweep([1, 2, 3, 4, 8], [1, 2, 4]))
 def test_ranks_are_one_process_group(worlds, world_size):
     assert worlds(world_size).run(gather_ranks) == [list(range(world_size))] * world_size
 

@@ -82,7 +82,7 @@ _DEATHS = [
     (0, "commit", True, True, False),
 ]
 if on_mindspore:  # where the start of a world takes ten seconds
-    _DEATHS = [(2, "write_file", True, False, True)]
+    _DEATHS = [pytest.param(2, "write_file", True, False, True, marks=pytest.mark.sweep)]
 
 
 @pytest.mark.parametrize(("rank", "step", "after", "is_committed", "use_collectives"), _DEATHS)

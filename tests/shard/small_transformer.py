@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-VOCABULARY, LENGTH, WIDTH, HEADS, BATCH, STEPS = 16, 6, 8, 4, 4, 10
+VOCABULARY, LENGTH, WIDTH, HEADS, BATCH, STEPS = 16, 6, 8, 4, 4, 6
 SHAPES = {
     "table": (VOCABULARY, WIDTH),
     "layer.query": (WIDTH, WIDTH),

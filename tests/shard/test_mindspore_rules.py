@@ -16,9 +16,9 @@ WRITE_IT = "write docs/mindspore.md anew: python -m tests.shard.mindspore_valida
 
 @pytest.fixture(scope="module")
 def found(worlds):
-    """What came of all samples on 2 ranks, of one in three where it is no sweep."""
+    """What came of all samples on 2 ranks, of one in five where it is no sweep."""
     labels = [sample.label for sample in SAMPLES]
-    return worlds(2, timeout=900).run(validate, labels if worlds.sweep else labels[::3], (2,), MOST_LAYOUTS)[0]
+    return worlds(2, timeout=900).run(validate, labels if worlds.sweep else labels[::5], (2,), MOST_LAYOUTS)[0]
 
 
 def test_every_sample_equals_one_device_under_every_layout(found):

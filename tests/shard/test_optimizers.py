@@ -64,7 +64,7 @@ def _set_gradients(plain, ours, step: int) -> None:
         mine.grad = hp.distribute_tensor(gradient, mine.device_mesh, mine.layout) if distributed else gradient.clone()
 
 
-@run_on_ranks(2, 4)
+@run_on_ranks(2, sweep=(4,))
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 def test_three_steps(name: str) -> None:
     kind, options, modes = OPTIMIZERS[name]

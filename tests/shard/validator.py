@@ -261,8 +261,8 @@ def tensor(
 
 
 def assert_valid(worlds: Any, samples: Sequence[Sample]) -> None:
-    """Validate samples on a mesh of 2 ranks and one of 2 x 2 ranks, there one in four where it is no sweep."""
-    for size, shape, every in ((2, (2,), 1), (4, (2, 2), 1 if worlds.sweep else 4)):
+    """Validate samples on a mesh of 2 ranks and one of 2 x 2 ranks, there one in eight where it is no sweep."""
+    for size, shape, every in ((2, (2,), 1), (4, (2, 2), 1 if worlds.sweep else 8)):
         answers = worlds(size, timeout=900).run(validate, list(samples)[::every], shape)
         for rank, wrong in enumerate(answers):
             assert not wrong, f"{len(wrong)} wrong on rank {rank} of {shape}:\n" + "\n".join(wrong)

@@ -42,14 +42,14 @@ def _step(model, ids, labels):
 @run_on_ranks(4, timeout=300)
 @pytest.mark.parametrize("cp", [2, 4])
 @pytest.mark.parametrize("plan", ["by hand", "structure"])
-def test_loss_and_gradients_are_those_of_one_device(plan, cp):
+def test_loss_and_gradients_are_those_of_one_device(plan, cp, sweep):
     mesh = hp.init_device_mesh("cpu", (cp, 4 // cp), mesh_dim_names=("cp", "tp"))
     tokens = _tokens()
     given = [tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()]
     on_sequence = [distribute_tensor(part, mesh, [hp.Shard(1), hp.Replicate()]) for part in given]
     for tied in (False, True):
         want = _step(_built(tied=tied), *ours(given))
-        for sequence_parallel in (False, True):
+        for sequence_parallel in (False, True) if sweep or not on_mindspore else (not tied,):
             model = _built(mesh, plan, tied=tied, sequence_parallel=sequence_parallel)
             parameters = hp.get_platform().parameters_dict(model).values()
             assert all(one.device_mesh == mesh and one.placements[0] == hp.Replicate() for one in parameters)

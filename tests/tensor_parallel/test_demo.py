@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.commands import command_environment
@@ -24,7 +25,7 @@ def _demo(*arguments, folder=EXAMPLES):
 
 
 def test_make_demo_shows_equal_losses_memory_collectives_and_the_drawing(tmp_path, sweep):
-    steps = 60 if sweep else 10
+    steps = 60 if sweep else 4
     done = _run("make", "demo", ARGS=f"--steps {steps} --svg {tmp_path / 'layouts.svg'}")
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"The losses are equal on every rank at all {steps} steps" in done.stdout
@@ -41,12 +42,14 @@ def test_make_demo_shows_equal_losses_memory_collectives_and_the_drawing(tmp_pat
     assert (tmp_path / "layouts.svg").read_text().startswith("<svg")
 
 
+@pytest.mark.sweep
 def test_demo_ends_with_a_clear_message_when_a_rank_dies():
     done = _demo("--ranks", "2", "--steps", "4", "--kill-rank", "1")
     assert done.returncode == 1, done.stdout
     assert "The sharded run failed: rank 1 was ended by SIGKILL; the other ranks were stopped" in done.stdout
 
 
+@pytest.mark.sweep
 def test_demo_says_so_when_the_losses_differ(tmp_path):
     """The same script with one weight of the cut run left untrained must fail: the comparison sees a wrong gradient."""
     text = (EXAMPLES / "llama_demo.py").read_text()

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import mindspore  # noqa: F401  # this test is about MindSpore only
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
@@ -30,6 +31,7 @@ def _assert_said(output: str) -> None:
         assert f"rank {rank} holds (33, 16) of the first weight; loss " in output
 
 
+@pytest.mark.sweep  # test_mindspore_start has a small program under torchrun
 def test_the_example_runs_under_torchrun():
     command = [BIN / "torchrun", "--standalone", "--nproc-per-node", "2", EXAMPLE]
     done = subprocess.run(command, cwd=ROOT, env=_environment(), capture_output=True, text=True, timeout=600)

@@ -120,7 +120,7 @@ def _train(model, x):
     return {name: t.full_tensor() if isinstance(t, hp.DTensor) else t for name, t in seen.items()}
 
 
-@run_on_ranks(2, 4)
+@run_on_ranks(2, sweep=(4,))
 @pytest.mark.parametrize("name", CASES)
 def test_training_equals_one_device(name):
     model, x = _build(name)

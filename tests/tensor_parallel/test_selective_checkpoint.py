@@ -66,7 +66,7 @@ def _plan(sequence_parallel):
     }
 
 
-@run_on_ranks(2, 3)
+@run_on_ranks(2, sweep=(3,))
 @pytest.mark.parametrize(
     ("whose", "policy"),
     # PyTorch's own contexts with a policy that keeps everything refuse buffers that are written to, by an error.

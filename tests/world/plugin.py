@@ -38,7 +38,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "ranks(*sizes, sweep): the test runs on every rank of worlds of these sizes (use run_on_ranks)"
     )
-    config.addinivalue_line("markers", "sweep: too long for every change; run by make sweep")
+    config.addinivalue_line(
+        "markers",
+        "sweep(*platforms): too long for every change, on these frameworks or on all; run by make sweep",
+    )
     config.addinivalue_line(
         "markers", "processes(why): the ranks of this test are real processes, also where others are threads"
     )
@@ -93,19 +96,53 @@ def pytest_report_header(config: pytest.Config) -> str:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     mark = metafunc.definition.get_closest_marker("ranks")
     if mark is not None:
-        sizes = [*mark.args, *(pytest.param(size, marks=pytest.mark.sweep) for size in mark.kwargs["sweep"])]
-        ids = [f"world{size}" for size in (*mark.args, *mark.kwargs["sweep"])]
-        metafunc.parametrize(WORLD_SIZE, sizes, ids=ids)
+        often = mark.args if metafunc.config.getoption("--platform") == "torch" else _few_sizes(mark.args)
+        sizes = (*mark.args, *mark.kwargs["sweep"])
+        cases = [pytest.param(size, marks=() if size in often else pytest.mark.sweep) for size in sizes]
+        metafunc.parametrize(WORLD_SIZE, cases, ids=[f"world{size}" for size in sizes])
+
+
+# Note [What runs on MindSpore at every change]
+# A rank on MindSpore is a new interpreter that takes five seconds of a core to start, and an operator takes many times
+# as long as on PyTorch, where the same tests run in full, in one process. So at every change there are worlds of 2 and
+# 4 ranks only, a test runs on the smaller of its worlds, and a test on ranks that runs on both frameworks has the first
+# and the last of its cases. A sweep has all.
+_SIZES_ON_MINDSPORE = (2, 4)
+_CASES_ON_MINDSPORE = 2
+
+
+def _few_sizes(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(sorted(set(sizes) & set(_SIZES_ON_MINDSPORE))[:1])
+
+
+def _few_cases(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Those of tests on ranks that PyTorch runs too: the first and the last case of each."""
+    by_test: dict[tuple[Path, str], list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("ranks") is not None and not _IMPORTS["mindspore"].search(item.path.read_text()):
+            by_test.setdefault((item.path, item.originalname), []).append(item)
+    left_out = [cases[1:-1] for cases in by_test.values() if len(cases) > _CASES_ON_MINDSPORE]
+    return {item for cases in left_out for item in cases}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     wanted, sweep = config.getoption("--world-size"), config.getoption("--sweep")
 
-    def is_selected(item: pytest.Item) -> bool:
-        return (wanted is None or _world_size(item) == wanted) and (sweep or item.get_closest_marker("sweep") is None)
+    on_mindspore = config.getoption("--platform") == "mindspore"
 
-    config.hook.pytest_deselected(items=[item for item in items if not is_selected(item)])
-    items[:] = [item for item in items if is_selected(item)]
+    def is_selected(item: pytest.Item) -> bool:
+        if wanted is not None and _world_size(item) != wanted:
+            return False
+        marks = [] if sweep else [mark.args for mark in item.iter_markers("sweep")]
+        return not any(not platforms or config.getoption("--platform") in platforms for platforms in marks)
+
+    selected = [item for item in items if is_selected(item)]
+    if on_mindspore and not sweep:
+        left_out = _few_cases(selected)
+        selected = [item for item in selected if item not in left_out]
+    chosen = set(selected)
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = selected
 
 
 def _world_size(item: pytest.Item) -> int | None:
