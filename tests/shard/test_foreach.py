@@ -58,7 +58,7 @@ def _cases() -> list[tuple[str, int, tuple, dict]]:
     return cases
 
 
-@run_on_ranks(2, 4)
+@run_on_ranks(2, sweep=(4,))
 def test_every_operator() -> None:
     world = hp.get_platform().get_world_size()
     mesh = hp.init_device_mesh("cpu", (2,) if world == 2 else (2, 2), mesh_dim_names=("x", "y")[: world // 2])
