@@ -38,7 +38,7 @@ class EnterUnit(_platform.Function):  # type: ignore[name-defined]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        for gradient in gradients:
+        for gradient in gradients if _platform.is_recording() else ():
             if gradient is not None and _platform.needs_grad(gradient):
                 raise RuntimeError(
                     f"fully_shard: backward(create_graph=True) reaches the parameters of {ctx.unit}: the reduction of "

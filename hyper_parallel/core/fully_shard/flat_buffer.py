@@ -2,9 +2,12 @@
 values in memory that comes and goes.
 
 Note [Straight into place]
-A large matrix that is cut on dim 0 has a collective of its own, which writes the gathered parts where the whole value
-is: rows of padding, if any, come last and lie behind it. Small parameters, and those cut on other dims, are gathered in
-one piece and copied to their places.
+A large matrix that is cut on dim 0 is gathered by itself, which writes the gathered parts where the whole value is:
+rows of padding, if any, come last and lie behind it. Small parameters, and those cut on other dims, are gathered in one
+piece and copied to their places. All of them go in one call of the platform's collective for lists: one launch where
+the backend coalesces (gathers on gloo and NCCL, reductions on NCCL), one operation for each tensor where that is as
+fast (reductions on gloo, which are exchanges), joined for each dtype on MindSpore. A unit without large ones has one
+tensor to gather and one to reduce, and takes the plain collective, which asks fewer questions.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from hyper_parallel.platform import get_platform
 
 _platform = get_platform()
 
-LARGE = 1 << 16  # elements from which a parameter has a collective of its own
+LARGE = 1 << 16  # elements from which a parameter is gathered and reduced by itself
 _ALIGNED = 16  # elements; whole values begin at multiples
 
 
@@ -53,6 +56,7 @@ class FlatBuffer:
         self._in_flight: tuple[Any, ...] | None = None
         self._kept: tuple[Any, Any] | None = None
         self._starts = list(self.offsets.values())
+        self._wholes = [(self.whole_offsets[p], p.whole_shape) for p in self.parameters]
         self._tensors: list[Any] = []
         self.shards: Any = None
         self.memory: Any = None
@@ -91,7 +95,7 @@ class FlatBuffer:
         if self._kept is not None:
             kept, group = self._kept
             out = self.memory.part(0, self._num_whole_elements)
-            self._in_flight = ([_platform.all_gather_into_tensor(kept, group, True, out=out)[1]], None, kept)
+            self._in_flight = (_platform.all_gather_into_tensor(kept, group, True, out=out)[1], None, kept)
             self._kept = None
             return
         group = self.axes.shard_group
@@ -100,24 +104,24 @@ class FlatBuffer:
             source = _platform.to_device(source, _platform.get_device_type())
         if source.dtype != self.dtype:
             source = _platform.tensor_type_cast(source, self.dtype)
-        handles = []
-        for offset, length, whole_offset, whole_length in self._large:
-            out = self.memory.part(whole_offset, whole_length)
-            sent = source[offset : offset + length]
-            handles.append(_platform.all_gather_into_tensor(sent, group, True, out=out)[1])
+        if not self._large:
+            packed, handle = _platform.all_gather_into_tensor(source, group, True)
+            self._in_flight = (handle, packed, source)
+            return
+        sent = [source[offset : offset + length] for offset, length, _, _ in self._large]
+        outs = [self.memory.part(offset, length) for _, _, offset, length in self._large]
         packed = None
         if self._packed_size:
-            sent = source[self._packed_start :]
-            packed, handle = _platform.all_gather_into_tensor(sent, group, True)
-            handles.append(handle)
-        self._in_flight = (handles, packed, source)
+            sent.append(source[self._packed_start :])
+            packed = _platform.new_tensor((self._packed_size * self.axes.num_shards,), self.dtype, source.device)
+            outs.append(packed)
+        self._in_flight = (_platform.all_gather_into_tensors(sent, group, True, out=outs)[1], packed, source)
 
     def wait(self) -> None:
         """Finish what :meth:`launch` has started."""
         assert self._in_flight is not None
-        handles, packed, _ = self._in_flight
-        for handle in handles:
-            handle.wait()
+        handle, packed, _ = self._in_flight
+        handle.wait()
         self._in_flight = None
         self.memory.settle()
         if packed is None:
@@ -147,6 +151,6 @@ class FlatBuffer:
         """Forget what :meth:`keep_part` has kept."""
         self._kept = None
 
-    def tensor(self, parameter: ShardedParameter) -> Any:
-        """A tensor over the whole value; call it inside ``forward`` of the edge."""
-        return self.memory.tensor(self.whole_offsets[parameter], parameter.whole_shape)
+    def tensors(self) -> list[Any]:
+        """A tensor over each parameter's whole value; call it inside ``forward`` of the edge."""
+        return self.memory.tensors(self._wholes)

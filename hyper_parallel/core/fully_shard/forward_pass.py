@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.core.fully_shard.edge import enter
 from hyper_parallel.core.fully_shard.output_tensors import tensors_in
-from hyper_parallel.core.fully_shard.unit import SHARDED, Unit
+from hyper_parallel.core.fully_shard.unit import WHOLE, Unit
 from hyper_parallel.platform import get_platform
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class ForwardPass:
         """A module of the unit has given its outputs, and operators are recorded."""
         units = [one for one in (unit, *unit.lenders) if one in self._entered_at]
         index = len(self._events)
-        self._events.append(_Left([(one, one.writes() if one.buffers else ()) for one in units]))
+        self._events.append(_Left([(one, one.gathered_writes if one.buffers else ()) for one in units]))
 
         def arrive() -> None:
             self._arrive(index)
@@ -165,18 +165,23 @@ class ForwardPass:
             unit.free()
 
     def _prefetch(self, index: int) -> None:
-        """Start to gather what backward needs next: for the module that was left before this one."""
+        """Start to gather what backward needs next: for the modules left before this one; see Note [Bytes ahead]."""
         unit = self._events[index].units[0][0]  # type: ignore[union-attr]
         if unit.backward_prefetch is not None:
             for wanted in unit.backward_prefetch:
                 wanted.launch()
             return
-        for event in reversed(self._events[:index]):
-            if isinstance(event, _Left):
-                for following, _ in event.units:
-                    if following.state == SHARDED:
-                        following.launch()
-                return
+        room, seen = self.root.gather_bytes, set()
+        for place in range(index - 1, -1, -1):
+            event = self._events[place]
+            for following, _ in event.units if isinstance(event, _Left) else ():
+                if following.state == WHOLE or following in seen:
+                    continue
+                seen.add(following)
+                room -= following.num_bytes
+                if room < 0:
+                    return
+                following.launch()
 
 
 def _unrecorded(unit: Unit) -> list[Any]:

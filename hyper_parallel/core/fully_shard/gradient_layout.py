@@ -9,6 +9,7 @@ no gradient of its own looks at the sum, so a step in which all are used reads n
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,9 +37,18 @@ class GradientLayout:
         ]
         is_large = {i for i, _ in self.large}
         self.packed = [(i, p) for i, p in self.parameters if i not in is_large]
-        self.flags_start = sum(p.segment for _, p in self.packed)
-        self._sizes = [*(p.segment for _, p in self.packed), len(self.parameters)]  # the flags come last
-        self._shapes = [*(p.block_shape for _, p in self.packed), (len(self.parameters),)]
+        starts = list(itertools.accumulate((p.segment for _, p in self.packed), initial=0))
+        self.flags_start = starts[-1]
+        #: Elements of all that is sent.
+        self.num_elements = self.num_rows * (starts[-1] + sum(p.segment for _, p in self.large) + len(self.parameters))
+        self._places = [(start, p.block_shape) for start, (_, p) in zip(starts, self.packed, strict=False)]
+        self._numbers = [i for i, _ in self.parameters]
+        #: Those whose gradient is one reshape away from its rows, and has elements.
+        self._are_rows = [
+            bool(p.segment) and (p.lies_straight and not p.is_padded if p.is_sharded else self.num_rows == 1)
+            for _, p in self.packed
+        ]
+        self._all_used = (True,) * len(self.parameters)
         self._flags: dict[Any, Any] = {}
 
     # ---------------------------------------------------------------- what is sent
@@ -66,17 +76,21 @@ class GradientLayout:
         # Gradients without elements, of which some frameworks do not know the dtype, are not looked at.
         given = next((gradients[i] for i, p in self.packed if p.segment and gradients[i] is not None), None)
         dtype = self.dtype if given is None else given.dtype
-        pieces = [
-            _platform.zeros((self.num_rows, p.segment), dtype, device)
-            if gradients[i] is None or not p.segment
-            else self.rows(p, gradients[i])
-            for i, p in self.packed
-        ]
-        pieces.append(self._used(tuple(gradients[i] is not None for i, _ in self.parameters), dtype, device))
+        pieces, num_rows = [], self.num_rows
+        for (i, p), is_rows in zip(self.packed, self._are_rows, strict=True):
+            gradient = gradients[i]
+            if gradient is None or not p.segment:
+                pieces.append(_platform.zeros((num_rows, p.segment), dtype, device))
+            else:
+                pieces.append(gradient.reshape(num_rows, p.segment) if is_rows else self.rows(p, gradient))
+        used = self._all_used
+        if any(gradients[i] is None for i in self._numbers):
+            used = tuple([gradients[i] is not None for i in self._numbers])
+        pieces.append(self._used(used, dtype, device))
         return self._cast(_platform.cat(pieces, 1)).reshape(-1)
 
     def _used(self, used: tuple[bool, ...], dtype: Any, device: Any) -> Any:
-        key = (used, dtype, str(device))
+        key = (used, dtype, device)
         if key not in self._flags:
             values = np.tile(np.array(used, np.float32), (self.num_rows, 1))
             self._flags[key] = _platform.from_numpy(values, dtype, device)
@@ -90,11 +104,11 @@ class GradientLayout:
     def blocks(self, results: Sequence[Any]) -> dict[int, Any]:
         """This rank's part of each gradient, out of the results: those of the large ones in order, then the packed."""
         found = {
-            i: _platform.parts_of(one, (p.segment,), (p.block_shape,))[0]
+            i: _platform.parts_of(one, [(0, p.block_shape)])[0]
             for (i, p), one in zip(self.large, results, strict=False)
         }
-        parts = _platform.parts_of(results[-1], self._sizes, self._shapes)
-        return found | {i: part for (i, _), part in zip(self.packed, parts, strict=False)}
+        parts = _platform.parts_of(results[-1], self._places)
+        return found | {i: part for (i, _), part in zip(self.packed, parts, strict=True)}
 
     def used_by_any(self, results: Sequence[Any]) -> list[bool]:
         """For each parameter, whether any rank used it: a look at values on the host."""

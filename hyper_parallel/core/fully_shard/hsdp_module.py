@@ -198,6 +198,22 @@ class HSDPModule:
         """Start to gather these when this module's backward begins, in place of what ran before it in forward."""
         vars(self)[_STATE].backward_prefetch = _units_of(modules, "set_modules_to_backward_prefetch")
 
+    def set_bytes_in_flight(self, *, gathers: int | None = None, reductions: int | None = None) -> None:
+        """How many bytes of the model that this module is in may be on their way besides what runs; None: the default.
+
+        ``gathers``: of whole parameters that are gathered ahead, in forward and in backward. Default: those of the
+        largest unit. 0 gathers nothing ahead. ``reductions``: of whole gradients that are reduced beside backward.
+        Default: those of two of the largest units. 0 waits for each. All ranks must give the same.
+        """
+        for what, wanted in (("gathers", gathers), ("reductions", reductions)):
+            if wanted is not None and (not isinstance(wanted, int) or isinstance(wanted, bool) or wanted < 0):
+                raise ValueError(
+                    f"set_bytes_in_flight: {what} is a number of bytes, 0 or more, or None for the default, "
+                    f"got {wanted!r}"
+                )
+        root = vars(self)[_STATE].root
+        root.most_gather_bytes, root.most_reduction_bytes = gathers, reductions
+
     def _units(self, recurse: bool) -> Iterator[Unit]:
         return units_in(self) if recurse else iter([vars(self)[_STATE]])
 

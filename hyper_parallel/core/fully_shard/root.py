@@ -13,7 +13,7 @@ from hyper_parallel.core.fully_shard.data_axes import DataAxes
 from hyper_parallel.core.fully_shard.forward_pass import ForwardPass
 from hyper_parallel.core.fully_shard.gradient_reduction import InFlight
 from hyper_parallel.core.fully_shard.sharded_parameter import ShardedParameter
-from hyper_parallel.core.fully_shard.unit import SHARDED, Unit
+from hyper_parallel.core.fully_shard.unit import WHOLE, Unit
 from hyper_parallel.platform import get_platform
 
 _platform = get_platform()
@@ -35,7 +35,12 @@ class Root:
         self._active: list[ForwardPass] = []  # reached by the backward that runs
         self._following: dict[Unit, Unit] = {}  # the unit used after a unit, in the last pass
         self._last: Unit | None = None
-        self._ended_backward = 0
+        self._known_group: Any = None
+        #: What the user allows to be on its way besides what runs; None: see Note [Bytes ahead] and [Bytes in flight].
+        self.most_gather_bytes: int | None = None
+        self.most_reduction_bytes: int | None = None
+        self._largest_unit = 0
+        self._largest_reduction = 0
 
     @property
     def factor(self) -> float:
@@ -43,6 +48,16 @@ class Root:
         if self.scaling_factor is not None:
             return self.scaling_factor
         return 1.0 if self.reduce_op == "sum" else 1.0 / self.axes.num_ranks
+
+    @property
+    def gather_bytes(self) -> int:
+        """Of whole values that may be gathered ahead of the unit that runs; see Note [Bytes ahead]."""
+        return self._largest_unit if self.most_gather_bytes is None else self.most_gather_bytes
+
+    @property
+    def reduction_bytes(self) -> int:
+        """Of gradients that may be on their way beside backward."""
+        return 2 * self._largest_reduction if self.most_reduction_bytes is None else self.most_reduction_bytes
 
     def name_of(self, wanted: ShardedParameter) -> str:
         """The parameter's name in the model."""
@@ -75,23 +90,45 @@ class Root:
         if not is_recomputed:
             if self._active:
                 self._recover()
-            for axes in {id(p.axes): p.axes for unit in self.units for p in unit.parameters[:1]}.values():
-                axes.forget_groups()
+            self._follow_world()
             for unit in self.units:
                 if unit.reshard_after_forward and unit.reshard_after_backward and not unit.outlives_backward:
                     unit.free()  # kept for a backward that never came, or is still to come
                 unit.refresh()
+            self._largest_unit = max(unit.num_bytes for unit in self.units)
+            self._largest_reduction = max(unit.gradients.num_bytes for unit in self.units)
         self._number += 1
         self._current = ForwardPass(self, self._number, is_recomputed)
+
+    def _follow_world(self) -> None:
+        """Ask for all groups again if a program has left its world and joined another."""
+        axes = self.axes
+        axes.forget_groups()
+        group = axes.shard_group if axes.shard_axes else axes.replicate_group
+        if group is not self._known_group:
+            self._known_group = group
+            for one in {id(p.axes): p.axes for unit in self.units for p in unit.parameters}.values():
+                one.forget_groups()
+
+    # Note [Bytes ahead]
+    # While a unit runs, those that come next are gathered, in the order of the last pass and as long as their whole
+    # values are not more bytes than are allowed: by default those of the largest unit, so that there is always room
+    # for one, and for several that are small. Values that are there already do not count.
 
     def _prefetch(self, unit: Unit) -> None:
         if unit.forward_prefetch is not None:
             for wanted in unit.forward_prefetch:
                 wanted.launch()
             return
-        following = self._following.get(unit)
-        if following is not None and following.state == SHARDED:
-            following.launch()
+        room, seen, following = self.gather_bytes, {unit}, self._following.get(unit)
+        while following is not None and following not in seen:
+            if following.state != WHOLE:
+                room -= following.num_bytes
+                if room < 0:
+                    return
+                following.launch()
+            seen.add(following)
+            following = self._following.get(following)
 
     def leave(self, unit: Unit, module: Any, outputs: Any) -> None:
         """A module of ``unit`` returns ``outputs``."""

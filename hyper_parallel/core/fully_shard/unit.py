@@ -6,7 +6,9 @@ again, so that several forwards share it and what backward has saved sees the va
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.core.dtensor.comm_recorder import attributed
@@ -41,9 +43,13 @@ class Unit:
         self.modules = list(modules)
         self._kind = type(modules[0]).__name__
         self.set_name("")
+        self._gathering = _Naming(self, "gather of the parameters")
+        self.reducing = _Naming(self, "reduction of the gradients")
+        self.reducing_replicas = _Naming(self, "reduction of the gradients between replicas")
         self.parameters = list(parameters)
         self._places = [place for p in self.parameters for place in p.places]
         self.tensors = [p.parameter for p in self.parameters]  # as of the last look at them
+        self._first_places = [p.places[0] for p in self.parameters]
         self._has_distributed = any(p.layouts.inside is not None for p in self.parameters)
         self.mp_policy, self.offload_policy = mp_policy, offload_policy
         #: Units whose parameters modules of this one have too, with their places here.
@@ -68,11 +74,14 @@ class Unit:
         self.runs_backward = False
         self._leaves: list[Any] | None = None
         self._leaves_for: Any = None
-        self._kept_slice: Any = None
-        self._writes: tuple[int, ...] = ()
+        self._addresses: tuple[int, ...] | None = None
+        #: What :meth:`writes` gave when the whole values were gathered: those that forward has seen.
+        self.gathered_writes: tuple[int, ...] = ()
+        self.num_bytes = 0  # of the whole values
         self.needs_grad: tuple[bool, ...] = ()
         self.buffers: list[FlatBuffer] = []
-        self._by_parameter: dict[ShardedParameter, FlatBuffer] = {}
+        self._gathered: list[int] = []  # which parameters the buffers have, one buffer after the other
+        self._kept_whole: list[tuple[int, Any]] = []  # the others, which are not sharded, and in which dtype they run
         self._is_packed = False
 
     def _make_buffers(self) -> list[FlatBuffer]:
@@ -100,11 +109,6 @@ class Unit:
         return f"unit {self.name!r}" if self.name else f"the unit of {self._kind}"
 
     @property
-    def num_bytes(self) -> int:
-        """Of the whole values."""
-        return sum(buffer.num_bytes for buffer in self.buffers)
-
-    @property
     def _num_shards(self) -> int:
         return min((buffer.axes.num_shards for buffer in self.buffers), default=1)
 
@@ -116,22 +120,25 @@ class Unit:
 
     def refresh(self) -> None:
         """Follow what the program has done to the parameters since the last pass: replaced them, or their memory."""
-        changed = False
-        for p in self.parameters:
-            module, name = p.places[0]
-            found = _platform.parameter_at(module, name)
-            if found is not p.parameter:
-                p.take(found)
-                changed = True
+        found = _platform.parameters_at(self._first_places)
+        changed = not all(map(operator.is_, found, self.tensors))
         if changed:
+            for p, one in zip(self.parameters, found, strict=True):
+                if one is not p.parameter:
+                    p.take(one)
             self.tensors = [p.parameter for p in self.parameters]
         self.needs_grad = _platform.which_need_grad(self.tensors)
         if changed or not self._is_packed or not all(buffer.holds() for buffer in self.buffers):
             self.free(by_force=True)
             self.buffers = self._make_buffers()
-            self._by_parameter = {p: buffer for buffer in self.buffers for p in buffer.parameters}
             for buffer in self.buffers:
                 buffer.pack()
+            self.num_bytes = sum(buffer.num_bytes for buffer in self.buffers)
+            numbers = {p: number for number, p in enumerate(self.parameters)}
+            self._gathered = [numbers[p] for buffer in self.buffers for p in buffer.parameters]
+            self._kept_whole = [
+                (number, self.compute_dtype(p)) for p, number in numbers.items() if number not in set(self._gathered)
+            ]
             self._is_packed = True
 
     def writes(self) -> tuple[int, ...]:
@@ -144,8 +151,8 @@ class Unit:
         """Start to gather, unless the values are there or on their way."""
         if self.state != SHARDED or not self.buffers:
             return
-        self._writes = self.writes()
-        with self.naming("gather of the parameters"):
+        self.gathered_writes = self.writes()
+        with self._gathering:
             for buffer in self.buffers:
                 attributed(self.gather_reason, buffer.launch)
         self.state = LAUNCHED
@@ -154,7 +161,7 @@ class Unit:
         """Have the whole values."""
         self.launch()
         if self.state == LAUNCHED:
-            with self.naming("gather of the parameters"):
+            with self._gathering:
                 for buffer in self.buffers:
                     buffer.wait()
             self.state = WHOLE
@@ -195,20 +202,19 @@ class Unit:
 
     def drop_stale(self) -> None:
         """Give back values that were gathered before the parameters were written to."""
-        if (self.state == WHOLE or self.keeps_part) and self._writes != self.writes():
+        if (self.state == WHOLE or self.keeps_part) and self.gathered_writes != self.writes():
             self.free(by_force=True)
 
     def whole_tensors(self) -> list[Any]:
         """A tensor for each parameter: over the gathered values, or its own memory where it is not sharded."""
-        made = []
-        for p in self.parameters:
-            buffer = self._by_parameter.get(p)
-            if buffer is not None:
-                made.append(buffer.tensor(p))
-            else:
-                block = _platform.detached(p.parameter)
-                dtype = self.compute_dtype(p)
-                made.append(block if dtype is None else _platform.tensor_type_cast(block, dtype))
+        if not self.buffers and not any(dtype for _, dtype in self._kept_whole):
+            return _platform.all_detached(self.tensors)
+        made: list[Any] = [None] * len(self.parameters)
+        for number, tensor in zip(self._gathered, chain(*(one.tensors() for one in self.buffers)), strict=True):
+            made[number] = tensor
+        for number, dtype in self._kept_whole:
+            block = _platform.detached(self.tensors[number])
+            made[number] = block if dtype is None else _platform.tensor_type_cast(block, dtype)
         return made
 
     def values(self, tensors: Sequence[Any]) -> list[Any]:
@@ -298,22 +304,24 @@ class Unit:
     def leaves(self) -> list[Any]:
         """Whole values with a gradient of their own, the same objects each time."""
         wanted = self.needs_grad
-        if self._leaves is None or self._leaves_for != (wanted, self.buffers):
+        if self._leaves is None or self._leaves_for != (wanted, self.buffers, self._addresses):
             with _platform.counting_versions(), _platform.no_grad():
                 tensors = self.whole_tensors()
             self._leaves = [
                 p.value(_platform.set_tensor_requires_grad(tensor) if needs_grad else tensor)
                 for p, tensor, needs_grad in zip(self.parameters, tensors, wanted, strict=True)
             ]
-            self._leaves_for = (wanted, self.buffers)
+            self._leaves_for = (wanted, self.buffers, self._addresses)
         return self._leaves
 
     def begin_backward(self) -> None:
         """Let recomputed code see whole values; see Note [Recompute inside of a unit]."""
         if not self.runs_backward:
             self.runs_backward = True
-            if len(self._by_parameter) < len(self.parameters):
-                self._leaves = None  # those that are not sharded may have been given other memory
+            if self._kept_whole:  # they may have been given other memory
+                self._addresses = _platform.addresses_of(self.tensors)
+                if self._addresses is None or any(dtype for _, dtype in self._kept_whole):
+                    self._leaves = None
             if self.depth == 0:
                 self.unshadow()
 
@@ -324,17 +332,7 @@ class Unit:
         self.runs_backward = False
         if self.depth == 0:
             self.unshadow()
-        found = []
-        for leaf in self.leaves():
-            gradient = _platform.get_grad(leaf)
-            if gradient is not None:
-                _platform.set_grad(leaf, None)
-                gradient = _platform.detached(gradient)
-            found.append(gradient)
-        return found
-
-    def naming(self, doing: str) -> Any:
-        return _Naming(self, doing)
+        return _platform.take_grads(self.leaves())
 
 
 class _Naming:

@@ -33,6 +33,7 @@ class UnitGradients:
         self._partial: list[list[Any]] | None = None
         self._partial_missing: list[bool] = []
         self._layouts: list[GradientLayout] = []
+        self._sent_bytes = 0
         self._planned_for: Any = None
         self._has_main_gradients = unit.mp_policy.apply_grad_on_fp32_main_grad
 
@@ -45,7 +46,7 @@ class UnitGradients:
         if reduction is None:
             return None
         if later is not None:
-            later.add(reduction)
+            later.add(reduction, self.unit.root.reduction_bytes)
             return None
         blocks = reduction.finish()
         if not self._has_main_gradients:
@@ -58,7 +59,7 @@ class UnitGradients:
         if self.is_due:
             reduction = self._start([None] * len(self.unit.parameters))
             if reduction is not None:
-                self.unit.root.in_flight.add(reduction)
+                self.unit.root.in_flight.add(reduction, self.unit.root.reduction_bytes)
 
     def _keep(self, gradients: list[Any]) -> None:
         self.is_due = True
@@ -77,6 +78,12 @@ class UnitGradients:
         self._whole, self.is_due = {}, False
         return Reduction(self.unit, layouts, gradients, self._device())
 
+    @property
+    def num_bytes(self) -> int:
+        """What a reduction has in flight and gives back when it is complete."""
+        self._plan()
+        return self._sent_bytes
+
     def _plan(self) -> list[GradientLayout]:
         unit = self.unit
         wanted = (unit.needs_grad, unit.buffers)
@@ -88,6 +95,11 @@ class UnitGradients:
                     alike.setdefault((p.axes.key(), dtype, p.parameter.dtype), []).append((i, p))
             reduce_dtype = unit.mp_policy.reduce_dtype
             self._layouts = [GradientLayout(group, dtype, reduce_dtype) for (_, dtype, _), group in alike.items()]
+            self._sent_bytes = sum(
+                layout.num_elements * _platform.get_element_size(_platform.new_tensor((1,), layout.dtype, "cpu"))
+                for layout in self._layouts
+                if layout.num_rows > 1
+            )
             self._planned_for = wanted
         return self._layouts
 

@@ -44,6 +44,10 @@ class ReturnableMemory(ABC):
         parameter.
         """
 
+    def tensors(self, places: Sequence[tuple[int, tuple[int, ...]]]) -> list[Any]:
+        """:meth:`tensor` for each offset and shape."""
+        return [self.tensor(offset, shape) for offset, shape in places]
+
     @abstractmethod
     def fill_columns(self, rows: Any, columns: Sequence[tuple[int, int, int]]) -> None:
         """For each (start, width, offset): ``rows[:, start : start + width]`` goes to the elements from ``offset``."""
@@ -115,6 +119,34 @@ class ParameterUnits(ABC):
     # The same for lists, and what else is done for every parameter of a unit in every step: a framework may be quicker.
 
     @classmethod
+    def parameters_at(cls, places: Sequence[tuple[Any, str]]) -> list[Any]:
+        """:meth:`parameter_at` for each place, a module and a name."""
+        return [cls.parameter_at(module, name) for module, name in places]
+
+    @classmethod
+    def all_detached(cls, parameters: Sequence[Any]) -> list[Any]:
+        """The local tensor of each distributed parameter, without gradient history."""
+        return [cls.detached(parameter) for parameter in parameters]  # type: ignore[attr-defined]
+
+    @staticmethod
+    def addresses_of(parameters: Sequence[Any]) -> tuple[int, ...] | None:
+        """Where the local tensors lie; None where a framework cannot tell."""
+        del parameters
+        return None
+
+    @classmethod
+    def take_grads(cls, leaves: Sequence[Any]) -> list[Any]:
+        """The gradients that backward has left in leaves, as plain local tensors; the leaves have none afterwards."""
+        found = []
+        for leaf in leaves:
+            gradient = cls.get_grad(leaf)  # type: ignore[attr-defined]
+            if gradient is not None:
+                cls.set_grad(leaf, None)  # type: ignore[attr-defined]
+                gradient = cls.detached(gradient)  # type: ignore[attr-defined]
+            found.append(gradient)
+        return found
+
+    @classmethod
     def shadow_all(cls, places: Sequence[tuple[Any, str]], tensors: Sequence[Any]) -> None:
         """:meth:`shadow` at each place, a module and a name."""
         for (module, name), tensor in zip(places, tensors, strict=True):
@@ -134,13 +166,9 @@ class ParameterUnits(ABC):
                 cls.add_to_grad(parameter, block)
 
     @classmethod
-    def parts_of(cls, vector: Any, sizes: Sequence[int], shapes: Sequence[Sequence[int]]) -> list[Any]:
-        """Consecutive parts of a vector, each of a size, of which the first elements are a tensor of a shape."""
-        parts, start = [], 0
-        for size, shape in zip(sizes, shapes, strict=True):
-            parts.append(vector[start : start + math.prod(shape)].reshape(tuple(shape)))
-            start += size
-        return parts
+    def parts_of(cls, vector: Any, places: Sequence[tuple[int, tuple[int, ...]]]) -> list[Any]:
+        """For each offset and shape the elements of a vector from there, as a tensor that shares its memory."""
+        return [vector[offset : offset + math.prod(shape)].reshape(shape) for offset, shape in places]
 
     @staticmethod
     @abstractmethod

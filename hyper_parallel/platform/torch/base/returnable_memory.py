@@ -46,6 +46,7 @@ class ReturnableMemory(parameter_units.ReturnableMemory):
             self._flat = torch.empty(num_elements, dtype=dtype, device=device)
         self._storage = self._flat.untyped_storage()
         self._resize(0)
+        self._is_there = False
         self._parts: dict[tuple[int, int], torch.Tensor] = {}
         self._first: dict[tuple[int, tuple[int, ...]], torch.Tensor] = {}
         self._targets: tuple[Any, list[int], list[torch.Tensor]] | None = None
@@ -56,10 +57,14 @@ class ReturnableMemory(parameter_units.ReturnableMemory):
             observe(self._storage, num_bytes)
 
     def renew(self) -> None:
-        self._resize(self.num_bytes)
+        if not self._is_there:
+            self._is_there = True
+            self._resize(self.num_bytes)
 
     def release(self) -> None:
-        self._resize(0)
+        if self._is_there:
+            self._is_there = False
+            self._resize(0)
 
     def part(self, offset: int, length: int) -> torch.Tensor:
         found = self._parts.get((offset, length))
@@ -80,6 +85,13 @@ class ReturnableMemory(parameter_units.ReturnableMemory):
             self._first[offset, shape] = first
         made = first.detach()
         made._is_param = True  # type: ignore[attr-defined]  # what nn.Parameter's instance check looks at
+        return made
+
+    def tensors(self, places: Sequence[tuple[int, tuple[int, ...]]]) -> list[torch.Tensor]:
+        known = self._first
+        made = [known[place].detach() if place in known else self.tensor(*place) for place in places]
+        for one in made:
+            one._is_param = True  # type: ignore[attr-defined]
         return made
 
     @torch.no_grad()
@@ -138,4 +150,4 @@ class ShardMemory(parameter_units.ShardMemory):
         return True
 
     def part(self, offset: int, length: int) -> torch.Tensor:
-        return self._flat[offset : offset + length]
+        return self._flat if length == self._flat.shape[0] else self._flat[offset : offset + length]

@@ -8,8 +8,10 @@ see the registered parameter. A recurrent layer keeps a list of its weights besi
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
-from math import prod
+from functools import cache
+from operator import mul
 from typing import Any
 
 import torch
@@ -27,8 +29,10 @@ __all__ = [
     "accumulate",
     "add_all_to_grad",
     "add_to_grad",
+    "addresses_of",
     "adds_to_leaves",
     "after_backward",
+    "all_detached",
     "before_backward",
     "is_container",
     "is_recording",
@@ -36,11 +40,13 @@ __all__ = [
     "leave_gradients_missing",
     "mark_not_differentiable",
     "parameter_at",
+    "parameters_at",
     "parts_of",
     "runs_in_backward",
     "scale",
     "shadow",
     "shadow_all",
+    "take_grads",
     "unshadow",
     "unshadow_all",
     "which_need_grad",
@@ -49,6 +55,7 @@ __all__ = [
 
 _REQUIRES_GRAD: Any = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _GRAD: Any = torch.Tensor.grad
+_ADDRESS = torch.Tensor.data_ptr
 _VERSION: Any = torch.Tensor._version.__get__  # type: ignore[attr-defined]
 
 # ---------------------------------------------------------------- forward
@@ -65,6 +72,10 @@ def items_of(module: nn.Module) -> list[nn.Module]:
 def parameter_at(module: nn.Module, name: str) -> nn.Parameter | None:
     """The registered parameter, whatever shadows it."""
     return module._parameters.get(name)
+
+
+def parameters_at(places: Sequence[tuple[nn.Module, str]]) -> list[nn.Parameter | None]:
+    return [module._parameters.get(name) for module, name in places]
 
 
 def shadow(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
@@ -190,11 +201,35 @@ def add_all_to_grad(parameters: Sequence[torch.Tensor], blocks: Sequence[torch.T
                 torch.Tensor.add_(gradient, block)
 
 
-def parts_of(vector: torch.Tensor, sizes: Sequence[int], shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    return [
-        part.view(shape) if part.shape[0] == prod(shape) else part[: prod(shape)].view(shape)
-        for part, shape in zip(vector.split(sizes), shapes, strict=True)
-    ]
+def parts_of(vector: torch.Tensor, places: Sequence[tuple[int, tuple[int, ...]]]) -> list[torch.Tensor]:
+    start = vector.storage_offset()
+    return [vector.as_strided(shape, _row_major(shape), start + offset) for offset, shape in places]
+
+
+@cache
+def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(itertools.accumulate((1, *(max(size, 1) for size in shape[:0:-1])), mul))[::-1] if shape else ()
+
+
+def all_detached(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    detach = torch.Tensor.detach
+    with NoInterception():
+        return [detach(parameter) for parameter in parameters]
+
+
+def addresses_of(parameters: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    with NoInterception():
+        return tuple([_ADDRESS(parameter) for parameter in parameters])
+
+
+def take_grads(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    with NoInterception():
+        found = [_GRAD.__get__(leaf) for leaf in leaves]
+        for place, (leaf, gradient) in enumerate(zip(leaves, found, strict=True)):
+            if gradient is not None:
+                _GRAD.__set__(leaf, None)
+                found[place] = torch.Tensor.detach(gradient)
+    return found
 
 
 def writes_into(parameters: Sequence[torch.Tensor]) -> tuple[int, ...]:
