@@ -6,7 +6,7 @@ A large matrix that is cut on dim 0 is gathered by itself, which writes the gath
 rows of padding, if any, come last and lie behind it. Small parameters, and those cut on other dims, are gathered in one
 piece and copied to their places. All of them go in one call of the platform's collective for lists: one launch where
 the backend coalesces (gathers on gloo and NCCL, reductions on NCCL), one operation for each tensor where that is as
-fast (reductions on gloo, which are exchanges), joined for each dtype on MindSpore. A unit without large ones has one
+fast (reductions on gloo, which are exchanges; large tensors on MindSpore). A unit without large ones has one
 tensor to gather and one to reduce, and takes the plain collective, which asks fewer questions.
 """
 

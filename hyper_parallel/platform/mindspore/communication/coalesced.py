@@ -1,8 +1,13 @@
-"""Collectives on lists of tensors: all bytes, or all numbers of one dtype, travel in one operation."""
+"""Collectives on lists of tensors: small ones of one dtype travel in one operation.
+
+Large ones have an operation each, straight from their memory and into it: to join them would cost two copies, which
+take longer than a message.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 from mindspore import Tensor, mint
@@ -14,17 +19,19 @@ from hyper_parallel.platform.mindspore.communication.transports import Pending
 
 __all__ = ["all_gather_into_tensors", "reduce_scatter_tensors"]
 
+_LARGE = 1 << 14  # elements from which a tensor is sent by itself
+
 
 def all_gather_into_tensors(
     data: Sequence[Tensor], group_info: Any, async_op: bool = False, *, out: Sequence[Tensor] | None = None
 ) -> Any:
-    """:func:`all_gather_into_tensor` of each tensor, in one operation for each dtype; the list of results."""
+    """:func:`all_gather_into_tensor` of each tensor, in one operation for the small ones of a dtype; all results."""
     group = unwrap_group(group_info)
     size = group.size()
     shapes = [(shape[0] * size, *shape[1:]) for shape in (tuple(tensor.shape) or (1,) for tensor in data)]
 
-    def gather(joined: Tensor) -> tuple[Tensor, Any]:
-        return collectives.all_gather_into_tensor(joined.reshape(1, -1), group_info, True)
+    def gather(joined: Tensor, out: Tensor | None) -> tuple[Tensor, Any]:
+        return collectives.all_gather_into_tensor(joined, group_info, True, out=out)
 
     return _by_dtype("all_gather_into_tensors", data, shapes, out, async_op, 1, group, gather)
 
@@ -37,7 +44,7 @@ def reduce_scatter_tensors(
     *,
     out: Sequence[Tensor] | None = None,
 ) -> Any:
-    """:func:`reduce_scatter_tensor` of each tensor, in one operation for each dtype; the list of results."""
+    """:func:`reduce_scatter_tensor` of each tensor, in one operation for the small ones of a dtype; all results."""
     group = unwrap_group(group_info)
     size = group.size()
     for tensor in data:
@@ -48,8 +55,8 @@ def reduce_scatter_tensors(
             )
     shapes = [(tensor.shape[0] // size, *tensor.shape[1:]) for tensor in data]
 
-    def reduce(joined: Tensor) -> tuple[Tensor, Any]:
-        return collectives.reduce_scatter_tensor(joined, group_info, True, op)
+    def reduce(joined: Tensor, out: Tensor | None) -> tuple[Tensor, Any]:
+        return collectives.reduce_scatter_tensor(joined, group_info, True, op, out=out)
 
     return _by_dtype("reduce_scatter_tensors", data, shapes, out, async_op, size, group, reduce)
 
@@ -64,7 +71,7 @@ def _by_dtype(
     group: ProcessGroup,
     start: Any,
 ) -> Any:
-    """Join the tensors of each dtype as ``num_rows`` rows, ``start`` an operation on them, take its result apart."""
+    """Join small tensors of a dtype as ``num_rows`` rows, ``start`` an operation on them, take its result apart."""
     if out is not None:
         if len(out) != len(data):
             raise ValueError(f"{function}: {len(data)} tensors but {len(out)} in out; give one for each")
@@ -74,13 +81,21 @@ def _by_dtype(
         out = [new_tensor(shape, tensor.dtype, tensor.device) for tensor, shape in zip(data, shapes, strict=True)]
     results = list(out)
     pending = []
-    for dtype in dict.fromkeys(tensor.dtype for tensor in data):
-        places = [place for place, tensor in enumerate(data) if tensor.dtype == dtype]
+    alone = []
+    together: dict[Any, list[int]] = {}
+    for place, tensor in enumerate(data):
+        if prod(tensor.shape) >= _LARGE:
+            alone.append(start(tensor, results[place])[1])
+        else:
+            together.setdefault(tensor.dtype, []).append(place)
+    for places in together.values():
         rows = [data[place].reshape(num_rows, -1) for place in places]
         joined = rows[0] if len(rows) == 1 else mint.cat(rows, 1)
-        pending.append((places, [row.shape[1] for row in rows], *start(joined)))
+        pending.append((places, [row.shape[1] for row in rows], *start(joined, None)))
 
     def finish() -> None:
+        for handle in alone:
+            handle.wait()
         for places, widths, gathered, handle in pending:
             handle.wait()
             at = 0
