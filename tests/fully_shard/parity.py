@@ -56,6 +56,12 @@ def my_part(whole: torch.Tensor, mesh: hp.DeviceMesh) -> torch.Tensor:
     return whole[place * rows : (place + 1) * rows]
 
 
+def mesh_of(*shape: int, names: tuple[str, ...] = ("replicate", "dp")) -> hp.DeviceMesh:
+    """A mesh of all ranks, or of this shape; one axis is called dp."""
+    shape = shape or (get_platform().get_world_size(),)
+    return hp.init_device_mesh("cpu", shape, mesh_dim_names=names[-len(shape) :])
+
+
 def loss_of(out: torch.Tensor) -> torch.Tensor:
     return (out.sin() * torch.arange(1, out.shape[-1] + 1, dtype=out.dtype)).mean()
 
@@ -89,7 +95,7 @@ def trains_as_one_device(
     mesh: hp.DeviceMesh,
     num_steps: int = 3,
     tolerance: float = 1e-9,
-    loss: Callable[[Any], torch.Tensor] = loss_of,
+    run: Callable[[nn.Module, torch.Tensor], torch.Tensor] = lambda model, x: loss_of(model(x)),
 ) -> nn.Module:
     """Loss, gradients, their norm, and weights after AdamW steps equal those of one device; the sharded copy."""
     ours = copy.deepcopy(model)
@@ -99,7 +105,7 @@ def trains_as_one_device(
     theirs_step, our_step = (torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, ours))
     mine = my_part(x, mesh)
     for _ in range(num_steps):
-        want, got = loss(model(x)), loss(ours(mine))
+        want, got = run(model, x), run(ours, mine)
         want.backward()
         got.backward()
         mean = got.detach().clone()
@@ -126,6 +132,16 @@ def shard_blocks(mesh: hp.DeviceMesh, names: Sequence[str] = ("blocks",), **opti
         return hp.fully_shard(model, mesh=mesh, **options)
 
     return shard
+
+
+def pair(
+    mesh: hp.DeviceMesh, make: Callable[..., nn.Module] = Mlp, names: Sequence[str] = ("blocks",), **options: Any
+) -> tuple[nn.Module, nn.Module]:
+    """A model on one device and its sharded copy."""
+    model = double(make)
+    ours = copy.deepcopy(model)
+    shard_blocks(mesh, names, **options)(ours)
+    return model, ours
 
 
 def units(model: nn.Module) -> list[Any]:

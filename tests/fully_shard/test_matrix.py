@@ -17,6 +17,7 @@ from tests.fully_shard.parity import (
     assert_same_weights,
     batch,
     double,
+    loss_of,
     my_part,
     whole,
 )
@@ -80,10 +81,6 @@ def _sharded(
     return hp.fully_shard(model, mesh=mesh, shard_axes=shard_axes, **options), mesh
 
 
-def _loss(out: torch.Tensor) -> torch.Tensor:
-    return (out.sin() * torch.arange(1, out.shape[-1] + 1, dtype=out.dtype)).mean()
-
-
 _CASES = [
     case
     for case in itertools.product(_MODELS, _MESHES, _WAYS, (True, False, 2), (False, True))
@@ -115,8 +112,8 @@ def test_matrix(case) -> None:
                 ours.set_requires_gradient_sync(is_last)
             elif way == "all reduce last":
                 ours.set_requires_all_reduce(is_last)
-            (_loss(model(rows)) / parts).backward()
-            (_loss(ours(my_part(rows, mesh))) / parts).backward()
+            (loss_of(model(rows)) / parts).backward()
+            (loss_of(ours(my_part(rows, mesh))) / parts).backward()
         assert_same_gradients(model, ours)
         want = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         torch.testing.assert_close(whole(hp.clip_grad_norm_(ours.parameters(), 0.5)), want)
@@ -136,8 +133,8 @@ def test_checkpoint_across_layouts(tmp_path) -> None:
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, ours)]
 
     def step(ours, mesh, optimizers):
-        _loss(model(x)).backward()
-        _loss(ours(my_part(x, mesh))).backward()
+        loss_of(model(x)).backward()
+        loss_of(ours(my_part(x, mesh))).backward()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()

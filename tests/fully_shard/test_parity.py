@@ -1,5 +1,7 @@
 """Fully sharded training against one device: loss, gradients, their norm, weights after AdamW steps, in float64."""
 
+import copy
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from tests.fully_shard.parity import (
     assert_all_sharded,
     batch,
     double,
+    mesh_of,
     my_part,
     shard_blocks,
     trains_as_one_device,
@@ -22,15 +25,10 @@ from tests.world import run_on_ranks
 only_on = "torch"  # modules of PyTorch
 
 
-def _mesh(*shape: int, names: tuple[str, ...] | None = None) -> hp.DeviceMesh:
-    names = names or (("replicate", "shard") if len(shape) == 2 else ("dp",))
-    return hp.init_device_mesh("cpu", shape, mesh_dim_names=names)
-
-
 @run_on_ranks(2, 3, 4)
 @pytest.mark.parametrize("reshard", [True, False])
 def test_one_shard_axis(reshard) -> None:
-    mesh = _mesh(get_platform().get_world_size())
+    mesh = mesh_of()
     ours = trains_as_one_device(double(Mlp), shard_blocks(mesh, reshard_after_forward=reshard), batch(12, 3), mesh)
     assert_all_sharded(ours)
     assert ours.first.weight.placements == (hp.Shard(0),)
@@ -41,7 +39,7 @@ def test_one_shard_axis(reshard) -> None:
 @pytest.mark.parametrize("shape", [(2, 2), (1, 4), (4, 1)])
 def test_hybrid(shape) -> None:
     """Replicas of shards, and axes of one rank: where a wrong divisor or a collective with oneself would show."""
-    mesh = _mesh(*shape)
+    mesh = mesh_of(*shape)
     ours = trains_as_one_device(double(Mlp), shard_blocks(mesh), batch(8, 3), mesh)
     assert_all_sharded(ours)
     assert ours.first.weight.placements == (hp.Replicate(), hp.Shard(0))
@@ -50,7 +48,7 @@ def test_hybrid(shape) -> None:
 @run_on_ranks(4)
 def test_two_shard_axes() -> None:
     """Data and context parallel ranks shard together: one ordered cut, one merged group."""
-    mesh = _mesh(2, 2, names=("dp", "cp"))
+    mesh = mesh_of(2, 2, names=("dp", "cp"))
     shard = shard_blocks(mesh, shard_axes=("dp", "cp"))
     ours = trains_as_one_device(double(Mlp), shard, batch(8, 3), mesh)
     assert ours.first.weight._layout.shard_axes == ((0, 1), ())
@@ -67,7 +65,7 @@ def test_ranks_in_another_order() -> None:
 @run_on_ranks(2, 4)
 def test_other_dims() -> None:
     """torch's fully_shard refuses uneven shards of other dims than the first (NotImplementedError)."""
-    mesh = _mesh(get_platform().get_world_size())
+    mesh = mesh_of()
     shard = shard_blocks(mesh, shard_placement_fn=lambda p: hp.Shard(p.ndim - 1))
     ours = trains_as_one_device(double(Mlp), shard, batch(8, 3), mesh)
     assert ours.first.weight.placements == (hp.Shard(1),)
@@ -81,7 +79,7 @@ def _ids(rows: int, words: int) -> torch.Tensor:
 @pytest.mark.parametrize("tied", [False, True])
 def test_tensor_parallelism_inside(tied) -> None:
     """Both cut the same dim: tensor parallelism first, then the data axis the block that is left."""
-    mesh = _mesh(2, 2, names=("dp", "tp"))
+    mesh = mesh_of(2, 2, names=("dp", "tp"))
 
     def shard(model):
         hp.parallelize_module(model, mesh["tp"], tp_plan())
@@ -98,7 +96,7 @@ def test_tensor_parallelism_inside(tied) -> None:
 @run_on_ranks(2, 3)
 @pytest.mark.parametrize("units", ["auto", None])
 def test_replicate(units) -> None:
-    mesh = _mesh(get_platform().get_world_size())
+    mesh = mesh_of()
     ours = trains_as_one_device(double(Mlp), lambda m: hp.replicate(m, mesh, units=units), batch(12, 3), mesh)
     assert ours.first.weight.placements == (hp.Replicate(),)
 
@@ -107,7 +105,7 @@ def test_replicate(units) -> None:
 @pytest.mark.parametrize("own_units", [False, True])
 def test_tied_across_units(own_units) -> None:
     """torch's fully_shard refuses a parameter that two units have (ValueError since 2.13)."""
-    mesh = _mesh(2)
+    mesh = mesh_of(2)
 
     def shard(model):
         if own_units:
@@ -122,7 +120,7 @@ def test_tied_across_units(own_units) -> None:
 
 @run_on_ranks(2)
 def test_automatic_units_and_lists() -> None:
-    mesh = _mesh(2)
+    mesh = mesh_of(2)
     ours = trains_as_one_device(double(Mlp), lambda m: hp.fully_shard(m, mesh=mesh, units="auto"), batch(8, 3), mesh)
     assert isinstance(ours.blocks[1], hp.HSDPModule)
     assert len(units(ours)) == 2  # small blocks share a unit
@@ -137,7 +135,7 @@ def test_automatic_units_and_lists() -> None:
 @run_on_ranks(4)
 def test_experts_on_another_mesh() -> None:
     """The divisor is the root's: torch's fully_shard gives gradients of experts that are too large without a knob."""
-    mesh = _mesh(2, 2, names=("edp", "ep"))
+    mesh = mesh_of(2, 2, names=("edp", "ep"))
     data = hp.init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
     whole_batch = batch(8, 3)
     model = double(Mlp)
@@ -147,8 +145,6 @@ def test_experts_on_another_mesh() -> None:
         for block in ours.blocks:
             hp.fully_shard(block, mesh=mesh["edp"])
         hp.fully_shard(ours, mesh=data)
-
-    import copy
 
     ours = copy.deepcopy(model)
     shard(ours)

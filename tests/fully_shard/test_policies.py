@@ -15,7 +15,9 @@ from tests.fully_shard.parity import (
     batch,
     double,
     loss_of,
+    mesh_of,
     my_part,
+    pair,
     shard_blocks,
     trains_as_one_device,
     whole,
@@ -26,15 +28,10 @@ from tests.world import run_on_ranks
 only_on = "torch"  # modules of PyTorch
 
 
-def _mesh(*shape: int) -> hp.DeviceMesh:
-    shape = shape or (get_platform().get_world_size(),)
-    return hp.init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "dp")[-len(shape) :])
-
-
 @run_on_ranks(2, 4)
 def test_mixed_precision() -> None:
     """bfloat16 inside, float32 for sums, parameters and optimizer; cast inputs and outputs."""
-    mesh = _mesh()
+    mesh = mesh_of()
     policy = hp.MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)
     torch.manual_seed(1)
     model = Mlp(width=16, hidden=32)
@@ -67,7 +64,7 @@ def test_main_gradients(mode) -> None:
 
     torch's fully_shard fails on a parameter that is first used in the last micro-batch.
     """
-    mesh = _mesh()
+    mesh = mesh_of()
     policy = hp.MixedPrecisionPolicy(reduce_dtype=torch.float32, apply_grad_on_fp32_main_grad=True)
     torch.manual_seed(1)
     model = Mlp(width=16, hidden=32).bfloat16()
@@ -96,7 +93,7 @@ def test_main_gradients(mode) -> None:
 @run_on_ranks(2)
 def test_offload() -> None:
     """Sharded parameters, gradients and moments in host memory."""
-    mesh = _mesh()
+    mesh = mesh_of()
     shard = shard_blocks(mesh, offload_policy=hp.CPUOffloadPolicy())
     ours = trains_as_one_device(double(Mlp), shard, batch(8, 3), mesh)
     assert ours.first.weight.device.type == "cpu"
@@ -107,7 +104,7 @@ def test_offload() -> None:
 @pytest.mark.parametrize("shape", [(4,), (1, 4)])
 def test_a_part_is_kept(shape) -> None:
     """reshard_after_forward=2: gathered again among two neighbours; torch's has none for distributed parameters."""
-    mesh = _mesh(*shape)
+    mesh = mesh_of(*shape)
     shard = shard_blocks(mesh, reshard_after_forward=2)
     ours = trains_as_one_device(double(Mlp), shard, batch(8, 3), mesh)
     assert_all_sharded(ours)
@@ -128,7 +125,7 @@ def test_a_part_is_kept(shape) -> None:
 
 @run_on_ranks(2)
 def test_divisors() -> None:
-    mesh = _mesh()
+    mesh = mesh_of()
     model = double(Mlp)
     x = batch(8, 3)
     loss_of(model(x)).backward()
@@ -151,10 +148,8 @@ def test_divisors() -> None:
 @run_on_ranks(2, 4)
 def test_share_of_mean() -> None:
     """Ranks with different numbers of elements: the mean over all, and its gradients; a mean of means is another."""
-    mesh = _mesh()
-    model = double(Mlp)
-    ours = copy.deepcopy(model)
-    shard_blocks(mesh)(ours)
+    mesh = mesh_of()
+    model, ours = pair(mesh)
     rank, size = get_platform().get_rank(), mesh.size()
     rows = [batch(3 * r + 1, 3, seed=r) for r in range(size)]
     want = model(torch.cat(rows)).square().mean()
@@ -171,7 +166,7 @@ def test_share_of_mean() -> None:
 @run_on_ranks(2)
 def test_prefetch_and_collectives_of_a_step() -> None:
     """15 gathers and 8 reductions for 8 units: the last is not given back between forward and backward."""
-    mesh = _mesh()
+    mesh = mesh_of()
     model = double(Mlp, num_blocks=8)
     for block in model.blocks:
         hp.fully_shard(block, mesh=mesh)
@@ -197,7 +192,7 @@ def test_prefetch_and_collectives_of_a_step() -> None:
 
 @run_on_ranks(2)
 def test_prefetch_that_is_asked_for() -> None:
-    mesh = _mesh()
+    mesh = mesh_of()
     model = double(Mlp, num_blocks=4)
     ours = copy.deepcopy(model)
     shard_blocks(mesh)(ours)
@@ -223,10 +218,10 @@ def test_prefetch_that_is_asked_for() -> None:
 @run_on_ranks(2)
 def test_plain_parameters_between_cut_projections_are_still_found() -> None:
     """A norm over each head, plain and gathered by fully_shard, between projections that tensor parallelism has cut."""
-    alike = hp.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))  # an equal mesh with another root, used before
+    alike = hp.init_devicemesh_of("cpu", (2,), mesh_dim_names=("tp",))  # an equal mesh with another root, used before
     kept = hp.distribute_tensor(batch(8, 8), alike, [hp.Shard(0)])
     assert kept.device_mesh == alike
-    mesh = hp.init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    mesh = hp.init_devicemesh_of("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     model = double(Attention, 8, 4, qk_norm=True)
     plan = {name: hp.ColwiseParallel() for name in "qkv"} | {"o": hp.RowwiseParallel()}
     hp.parallelize_module(model, mesh["tp"], plan)

@@ -17,17 +17,15 @@ from tests.fully_shard.parity import (
     batch,
     double,
     loss_of,
+    mesh_of,
     my_part,
+    pair,
     shard_blocks,
     trains_as_one_device,
 )
 from tests.world import run_on_ranks
 
 only_on = "torch"  # modules of PyTorch
-
-
-def _mesh() -> hp.DeviceMesh:
-    return hp.init_device_mesh("cpu", (get_platform().get_world_size(),), mesh_dim_names=("dp",))
 
 
 class Recomputing(Mlp):
@@ -79,7 +77,7 @@ _SELECTIVE = partial(tuc.create_selective_checkpoint_contexts, _keep_matmuls)
 @pytest.mark.parametrize("reshard", [True, False])
 def test_recompute_outside(together, kind, reshard) -> None:
     """B13. checkpoint(unit): the gather is part of what is run again, and is made once in backward all the same."""
-    mesh = _mesh()
+    mesh = mesh_of()
     options = {"use_reentrant": kind == "reentrant"}
     if kind == "selective":
         options["context_fn"] = _SELECTIVE
@@ -100,7 +98,7 @@ def test_recompute_outside(together, kind, reshard) -> None:
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recompute_inside(reentrant) -> None:
     """B13. The unit is around the checkpoint."""
-    mesh = _mesh()
+    mesh = mesh_of()
     ours = trains_as_one_device(double(WithInner, use_reentrant=reentrant), shard_blocks(mesh), batch(8, 3), mesh)
     assert_all_sharded(ours)
 
@@ -108,7 +106,7 @@ def test_recompute_inside(reentrant) -> None:
 @run_on_ranks(2)
 def test_wrappers() -> None:
     """B13. The wrappers of the platform, outside and inside, and activations kept on the host."""
-    mesh = _mesh()
+    mesh = mesh_of()
     platform = get_platform()
     for wrap in (platform.ckpt_wrapper, platform.swap_wrapper):
         for outside in (False, True):
@@ -133,10 +131,8 @@ def test_wrappers() -> None:
 @pytest.mark.processes("torch.compile keeps one state per process")
 def test_compiled_blocks() -> None:
     """``block.compile()`` compiles the forward inside; whole values come and go around it."""
-    mesh = _mesh()
-    model = double(Mlp)
-    ours = copy.deepcopy(model)
-    shard_blocks(mesh)(ours)
+    mesh = mesh_of()
+    model, ours = pair(mesh)
     for block in ours.blocks:
         block.compile(backend="eager")
     x = batch(8, 3)

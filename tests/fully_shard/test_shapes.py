@@ -16,17 +16,15 @@ from tests.fully_shard.parity import (
     assert_same_gradients,
     batch,
     double,
+    mesh_of,
     my_part,
+    pair,
     shard_blocks,
     trains_as_one_device,
 )
 from tests.world import run_on_ranks
 
 only_on = "torch"  # modules of PyTorch
-
-
-def _mesh() -> hp.DeviceMesh:
-    return hp.init_device_mesh("cpu", (get_platform().get_world_size(),), mesh_dim_names=("dp",))
 
 
 class Shapes(nn.Module):
@@ -46,7 +44,7 @@ class Shapes(nn.Module):
 @pytest.mark.parametrize("dim", [0, -1])
 def test_shapes(dim) -> None:
     """B1. torch's fully_shard raises for parameters without dims, for uneven last dims, and for strided parameters."""
-    mesh = _mesh()
+    mesh = mesh_of()
     shapes = ((), (1,), (0,), (7,), (2, 3), (3, 2, 5), (1, 9), (9, 1), (0, 4), (4, 0), (300, 260))
     ours = trains_as_one_device(
         double(Shapes, *shapes),
@@ -74,7 +72,7 @@ class Mixed(nn.Module):
 def test_dtypes() -> None:
     """B1. Several dtypes in a unit, integers among them: torch's fully_shard fails with an AssertionError."""
     torch.manual_seed(0)
-    mesh = _mesh()
+    mesh = mesh_of()
     trains_as_one_device(
         Mixed(), lambda m: hp.fully_shard(m, mesh=mesh), batch(8, 3).float(), mesh, tolerance=2e-6, num_steps=2
     )
@@ -113,7 +111,7 @@ class Adapted(nn.Module):
 @pytest.mark.parametrize("all_frozen", [False, True])
 def test_frozen(all_frozen) -> None:
     """B2. Frozen parameters are gathered and never reduced, and nobody computes their gradient."""
-    mesh = _mesh()
+    mesh = mesh_of()
     model = double(nn.Sequential, nn.Linear(3, 5), Adapted(), Adapted())
     if all_frozen:
         model[1].requires_grad_(False)
@@ -140,10 +138,8 @@ def test_frozen(all_frozen) -> None:
 @run_on_ranks(2)
 def test_frozen_later() -> None:
     """A parameter may be frozen, or thawed, between steps."""
-    mesh = _mesh()
-    model = double(Mlp)
-    ours = copy.deepcopy(model)
-    shard_blocks(mesh)(ours)
+    mesh = mesh_of()
+    model, ours = pair(mesh)
     x = batch(8, 3)
     for frozen in ((), ("blocks.0.up.weight", "first.bias"), ("last.weight",)):
         for one, data in ((model, x), (ours, my_part(x, mesh))):
@@ -170,7 +166,7 @@ class Shared(nn.Module):
 @pytest.mark.parametrize("own_unit", [False, True])
 def test_tied_inside_and_called_twice(own_unit) -> None:
     """B3 and B5."""
-    mesh = _mesh()
+    mesh = mesh_of()
 
     def shard(model):
         if own_unit:
@@ -208,7 +204,7 @@ def test_unused(units) -> None:
 
     torch's fully_shard hangs or aborts when ranks use different parameters.
     """
-    mesh = _mesh()
+    mesh = mesh_of()
     model = double(Branches)
     ours = copy.deepcopy(model)
     shard_blocks(mesh, ("branches",) if units else ())(ours)
@@ -244,7 +240,7 @@ def test_unused(units) -> None:
 @run_on_ranks(2)
 def test_modules_with_weights_of_their_own_kind() -> None:
     """Recurrent layers keep a second list of their weights; convolutions, attention and norms read attributes."""
-    mesh = _mesh()
+    mesh = mesh_of()
 
     class Zoo(nn.Module):
         def __init__(self) -> None:
@@ -270,7 +266,7 @@ def test_modules_with_weights_of_their_own_kind() -> None:
 
 @run_on_ranks(2)
 def test_ignored_and_replicated_parameters() -> None:
-    mesh = _mesh()
+    mesh = mesh_of()
     model = double(Mlp)
 
     def shard(ours):

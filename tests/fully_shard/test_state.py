@@ -16,18 +16,15 @@ from tests.fully_shard.parity import (
     batch,
     double,
     loss_of,
+    mesh_of,
     my_part,
+    pair,
     shard_blocks,
     whole,
 )
 from tests.world import run_on_ranks
 
 only_on = "torch"  # modules of PyTorch
-
-
-def _mesh(*shape: int) -> hp.DeviceMesh:
-    shape = shape or (get_platform().get_world_size(),)
-    return hp.init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "dp")[-len(shape) :])
 
 
 def _step(model, ours, mesh, seed: int = 0) -> None:
@@ -43,10 +40,8 @@ def _step(model, ours, mesh, seed: int = 0) -> None:
 @run_on_ranks(2)
 def test_state_dict_at_any_moment() -> None:
     """B12. Also between forward and backward, and inside of forward, it holds the sharded parameters."""
-    mesh = _mesh()
-    model = double(Mlp)
-    ours = copy.deepcopy(model)
-    shard_blocks(mesh)(ours)
+    mesh = mesh_of()
+    model, ours = pair(mesh)
     seen = []
     ours.blocks[1].register_forward_hook(lambda module, args, out: seen.append(ours.state_dict()))
     loss = loss_of(ours(my_part(batch(8, 3), mesh)))
@@ -62,7 +57,7 @@ def test_state_dict_at_any_moment() -> None:
 @run_on_ranks(2)
 def test_loading() -> None:
     """B12. load_state_dict in place and with assign, and values set through ``data``."""
-    mesh = _mesh()
+    mesh = mesh_of()
     model = double(Mlp)
     other = double(Mlp)
     with torch.no_grad():
@@ -89,10 +84,8 @@ def test_loading() -> None:
 @run_on_ranks(2)
 def test_conversion() -> None:
     """B12. ``to(dtype)`` after a step, which torch's fully_shard crashes on."""
-    mesh = _mesh()
-    model = double(Mlp)
-    ours = copy.deepcopy(model)
-    shard_blocks(mesh)(ours)
+    mesh = mesh_of()
+    model, ours = pair(mesh)
     _step(model, ours, mesh)
     ours.zero_grad()
     ours.float()
@@ -108,7 +101,7 @@ def test_conversion() -> None:
 @run_on_ranks(2, 4)
 def test_deferred_initialisation() -> None:
     """B12. Built without memory, sharded, then given values: the same bits as on one device."""
-    mesh = _mesh()
+    mesh = mesh_of()
     hp.manual_seed(3)
     with hp.deferred_init():
         model = Mlp(width=6)
@@ -128,7 +121,7 @@ def test_deferred_initialisation() -> None:
 @run_on_ranks(2)
 def test_saved_parameters_are_small() -> None:
     """T10: a parameter lies in memory that it shares with all of its unit; a file holds its own bytes."""
-    mesh = _mesh()
+    mesh = mesh_of()
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 1))
     hp.fully_shard(model, mesh=mesh)
     file = io.BytesIO()
@@ -141,7 +134,7 @@ def test_saved_parameters_are_small() -> None:
 @run_on_ranks(4)
 def test_full_and_sharded_state() -> None:
     """get_model_state_dict and set_model_state_dict, whole or sharded, between layouts."""
-    mesh, hybrid = _mesh(4), _mesh(2, 2)
+    mesh, hybrid = mesh_of(4), mesh_of(2, 2)
     model = double(Mlp)
     ours, others = copy.deepcopy(model), double(Mlp)
     shard_blocks(mesh)(ours)
