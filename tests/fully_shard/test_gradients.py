@@ -1,5 +1,8 @@
 """Gradients of sharded modules: when they are reduced, who sees them, and those that are asked for by themselves."""
 
+import threading
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -71,6 +74,100 @@ def test_reduce_gradients() -> None:
         loss_of(model(x)).backward()
         loss_of(ours(my_part(x, mesh))).backward()
     assert ours.first.weight.grad is None
+    ours.reduce_gradients()
+    assert_same_gradients(model, ours)
+    ours.reduce_gradients()  # nothing is left
+    assert_same_gradients(model, ours)
+
+
+def _with_gradients_of_inputs(one, data):
+    """The loss, whose graph is kept, and the gradient of the batch: the first half of a pipeline's backward."""
+    data = data.clone().requires_grad_()
+    loss = loss_of(one(data))
+    (slope,) = torch.autograd.grad(loss, data, retain_graph=True)
+    return loss, slope
+
+
+@run_on_ranks(2)
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("keeps", [False, True])
+def test_split_backward(keeps, reshard) -> None:
+    """Gradients of inputs first, of all micro-batches, and those of weights later: as a pipeline fills its bubbles.
+
+    ``keeps``: micro-batches add up without communication, and the schedule says when the gradients are complete.
+    """
+    mesh = mesh_of()
+    model, ours = pair(mesh, reshard_after_forward=reshard)
+    ours.set_requires_gradient_sync(not keeps)
+    losses = []
+    for number in range(2):
+        x = batch(8, 3, seed=number)
+        (want, want_slope), (got, got_slope) = (
+            _with_gradients_of_inputs(one, data) for one, data in ((model, x), (ours, my_part(x, mesh)))
+        )
+        torch.testing.assert_close(got_slope / mesh.size(), my_part(want_slope, mesh))
+        losses.append((want, got))
+    assert all(parameter.grad is None for parameter in ours.parameters())  # none was computed, and none reduced
+    for want, got in losses:
+        want.backward(inputs=list(model.parameters()))
+        if keeps:
+            got.backward(inputs=list(ours.parameters()))
+            assert all(parameter.grad is None for parameter in ours.parameters())
+            continue
+        for parameter, slope in zip(ours.parameters(), torch.autograd.grad(got, list(ours.parameters())), strict=True):
+            parameter.grad = slope if parameter.grad is None else parameter.grad + slope
+    ours.reduce_gradients()
+    assert_same_gradients(model, ours)
+    assert_all_sharded(ours)
+
+
+_later = threading.local()  # what is left to do for the weights, of this rank
+
+
+class _InputsFirst(torch.autograd.Function):
+    """A product whose backward leaves the gradient of the weight for later, as zero-bubble schedules have it."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        ctx.weight = weight
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        _later.work.append((ctx.weight, gradient, x))
+        return gradient @ weight, None
+
+
+class _LaterLinear(nn.Linear):
+    def forward(self, x):
+        return torch.tanh(_InputsFirst.apply(x, self.weight) + self.bias)
+
+
+class _Later(Mlp):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_LaterLinear(5, 5) for _ in range(3))
+
+
+@run_on_ranks(2)
+def test_gradients_that_others_write() -> None:
+    """Written into ``grad`` of what forward has seen, after backward: reduced like any other."""
+    mesh = mesh_of()
+    model, ours = pair(mesh, _Later)
+    ours.set_requires_gradient_sync(False)
+    for number in range(2):
+        x = batch(8, 3, seed=number)
+        for one, data in ((model, x), (ours, my_part(x, mesh))):
+            _later.work = []
+            loss_of(one(data)).backward()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch on ``grad`` of a tensor that is no leaf
+                for weight, gradient, data_then in _later.work:
+                    slope = gradient.t() @ data_then
+                    weight.grad = slope if weight.grad is None else weight.grad + slope
+    assert all(parameter.grad is None for parameter in ours.parameters())
     ours.reduce_gradients()
     assert_same_gradients(model, ours)
     ours.reduce_gradients()  # nothing is left

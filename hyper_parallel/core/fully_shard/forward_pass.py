@@ -66,6 +66,8 @@ class ForwardPass:
         self._events.append(_Entered(unit))
         values = _unrecorded(unit) if unit.is_frozen else enter(unit, self, self._entered_at[unit])
         self._values[unit] = values
+        if not self.is_recomputed:
+            unit.gradients.watch(values)
         return values
 
     def leave(self, unit: Unit, outputs: Any) -> None:

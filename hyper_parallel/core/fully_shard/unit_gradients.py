@@ -30,6 +30,7 @@ class UnitGradients:
         self.all_reduces = True
         self.is_due = False  # something was kept, by some rank, that has not been reduced
         self._whole: dict[int, Any] = {}
+        self._watched: list[list[Any]] = []
         self._partial: list[list[Any]] | None = None
         self._partial_missing: list[bool] = []
         self._layouts: list[GradientLayout] = []
@@ -54,6 +55,17 @@ class UnitGradients:
         self.deliver(blocks)
         return None
 
+    # Note [Gradients that others write]
+    # A pipeline that splits its backward computes the gradients of inputs first and those of weights later, perhaps
+    # outside of the framework's backward, and writes the latter into ``grad`` of the whole values that forward has seen.
+    # While gradients are kept these values are remembered, and what lies in their ``grad`` when the unit is reduced is
+    # added to what backward has brought.
+
+    def watch(self, values: list[Any]) -> None:
+        """Whole values that forward is to see; see Note [Gradients that others write]."""
+        if not self.reduces:
+            self._watched.append(values)
+
     def take_kept(self) -> None:
         """Reduce what was kept, if anything was; the result goes to ``grad``."""
         if self.is_due:
@@ -75,7 +87,13 @@ class UnitGradients:
         for i, kept in self._whole.items():
             given = gradients[i]
             gradients[i] = kept if given is None else _platform.accumulate(kept, given, kept.dtype)
-        self._whole, self.is_due = {}, False
+        for values in self._watched:
+            for i, written in enumerate(_platform.take_grads(values)):
+                if written is not None and self.unit.needs_grad[i]:
+                    dtype = self.unit.mp_policy.reduce_dtype or written.dtype
+                    total, given = _platform.accumulate(None, written, dtype), gradients[i]
+                    gradients[i] = total if given is None else _platform.accumulate(total, given, dtype)
+        self._whole, self.is_due, self._watched = {}, False, []
         return Reduction(self.unit, layouts, gradients, self._device())
 
     @property
@@ -144,7 +162,3 @@ class UnitGradients:
                 block = _platform.accumulate(_platform.detached(before), block, block.dtype)
             lawful = p.layouts.between.gradient()
             p.parameter.main_grad = _platform.as_dtensor(DTensor, _platform.detached(block), lawful, p.shape)
-
-    def forget(self) -> None:
-        """Drop what was kept."""
-        self._whole, self.is_due, self._partial = {}, False, None
