@@ -72,6 +72,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**_DECODER, "hidden_size": 12, "num_attention_heads": 3, "num_key_value_heads": 1, "intermediate_size": 10},
     ),
     "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**_DECODER, "head_dim": 8, "tie_word_embeddings": True}),
+    "qwen3_untied": ("Qwen3ForCausalLM", "Qwen3Config", {**_DECODER, "head_dim": 8}),
     "mistral": ("MistralForCausalLM", "MistralConfig", {**_DECODER, "sliding_window": 4}),
     "gpt2": ("GPT2LMHeadModel", "GPT2Config", _GPT2),
     "bert": ("BertModel", "BertConfig", _BERT),

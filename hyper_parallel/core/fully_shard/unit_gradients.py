@@ -57,9 +57,9 @@ class UnitGradients:
 
     # Note [Gradients that others write]
     # A pipeline that splits its backward computes the gradients of inputs first and those of weights later, perhaps
-    # outside of the framework's backward, and writes the latter into ``grad`` of the whole values that forward has seen.
-    # While gradients are kept these values are remembered, and what lies in their ``grad`` when the unit is reduced is
-    # added to what backward has brought.
+    # outside of the framework's backward, and writes the latter into ``grad`` of the whole values that forward has
+    # seen. While gradients are kept these values are remembered, and what lies in their ``grad`` when the unit is
+    # reduced is added to what backward has brought.
 
     def watch(self, values: list[Any]) -> None:
         """Whole values that forward is to see; see Note [Gradients that others write]."""
