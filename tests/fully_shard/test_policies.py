@@ -20,6 +20,7 @@ from tests.fully_shard.parity import (
     pair,
     shard_blocks,
     trains_as_one_device,
+    units,
     whole,
 )
 from tests.tensor_parallel.toy import Attention
@@ -188,6 +189,95 @@ def test_prefetch_and_collectives_of_a_step() -> None:
         "gather unit 'blocks.5'",
         "reduce unit 'blocks.6'",
     ]
+
+
+class _Uneven(nn.Module):
+    """A large block and small ones: 4 KiB, and 0.5 KiB each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, size, bias=False) for size in (64, 8, 8, 8, 8))
+
+    def forward(self, x):
+        first, *others = self.blocks
+        x = first(x).reshape(-1, 8, 8).mean(1)
+        for block in others:
+            x = torch.tanh(block(x))
+        return x
+
+
+def _ahead(model: nn.Module) -> list[str]:
+    """For each block, in forward and then in backward, which others are on their way when it begins."""
+    seen, own = [], units(model)
+
+    def look(module, *given):
+        seen.append("".join(str(number) for number, unit in enumerate(own[1:]) if unit.state == "launched"))
+
+    hooks = [block.register_forward_pre_hook(look) for block in model.blocks]
+    hooks += [block.register_full_backward_pre_hook(look) for block in model.blocks]
+    return seen, hooks
+
+
+@run_on_ranks(2)
+@pytest.mark.parametrize(
+    ("gathers", "forward", "backward"),
+    [
+        # As many bytes as the largest unit has: all small ones at once, or the large one.
+        (None, ["1234", "234", "34", "4", ""], ["123", "12", "1", "0", ""]),
+        (1024, ["12", "23", "34", "4", ""], ["23", "12", "1", "", ""]),
+        (0, ["", "", "", "", ""], ["", "", "", "", ""]),
+    ],
+)
+def test_bytes_that_are_gathered_ahead(gathers, forward, backward) -> None:
+    mesh = mesh_of()
+    model, ours = pair(mesh, _Uneven)
+    ours.set_bytes_in_flight(gathers=gathers)
+    x = batch(8, 8)
+    loss_of(model(x)).backward()
+    loss_of(ours(my_part(x, mesh))).backward()  # the order is known after the first pass
+    model.zero_grad()
+    ours.zero_grad()
+    seen, hooks = _ahead(ours)
+    loss_of(model(x)).backward()
+    loss_of(ours(my_part(x, mesh))).backward()
+    assert seen == forward + backward
+    for hook in hooks:
+        hook.remove()
+    assert_same_gradients(model, ours)
+    assert_all_sharded(ours)
+
+
+@run_on_ranks(2)
+@pytest.mark.parametrize(("reductions", "most"), [(None, 2), (0, 0), (3 * 8 * 260, 3)])
+def test_bytes_of_gradients_in_flight(reductions, most) -> None:
+    """By default two of the largest units; gradients are finished in the order in which they were started."""
+    mesh = mesh_of()
+    model = double(nn.Sequential, *(nn.Linear(16, 16, bias=False) for _ in range(6)))
+    ours = copy.deepcopy(model)
+    for layer in ours:
+        hp.fully_shard(layer, mesh=mesh)
+    hp.fully_shard(ours, mesh=mesh)
+    ours.set_bytes_in_flight(reductions=reductions)
+    x, missing = batch(8, 16), []
+
+    def look(module, *given):
+        place = list(ours).index(module)
+        missing.append(sum(layer.weight.grad is None for layer in ours[place + 1 :]))
+
+    for layer in ours:
+        layer.register_full_backward_pre_hook(look)
+    model(x).sin().mean().backward()
+    ours(my_part(x, mesh).requires_grad_()).sin().mean().backward()
+    assert missing == [min(number, most) for number in range(6)]
+    assert_same_gradients(model, ours)
+
+
+@run_on_ranks(2)
+def test_bytes_in_flight_that_are_no_bytes() -> None:
+    _, ours = pair(mesh_of())
+    for what, wrong in (("gathers", -1), ("reductions", 1.5), ("gathers", True)):
+        with pytest.raises(ValueError, match=f"{what} is a number of bytes, 0 or more, or None .*got {wrong}"):
+            ours.set_bytes_in_flight(**{what: wrong})
 
 
 @run_on_ranks(2)

@@ -23,7 +23,7 @@ from tests.fully_shard.parity import (
     shard_blocks,
     trains_as_one_device,
 )
-from tests.world import run_on_ranks
+from tests.world import run_on_ranks, small_or_sweep
 
 only_on = "torch"  # modules of PyTorch
 
@@ -129,12 +129,13 @@ def test_wrappers() -> None:
 
 @run_on_ranks(2)
 @pytest.mark.processes("torch.compile keeps one state per process")
-def test_compiled_blocks() -> None:
-    """``block.compile()`` compiles the forward inside; whole values come and go around it."""
+@pytest.mark.parametrize("backend", small_or_sweep(["eager", "aot_eager", "inductor"], ["aot_eager"]))
+def test_compiled_blocks(backend) -> None:
+    """``block.compile()`` compiles the forward inside, and its backward; whole values come and go around it."""
     mesh = mesh_of()
     model, ours = pair(mesh)
     for block in ours.blocks:
-        block.compile(backend="eager")
+        block.compile(backend=backend)
     x = batch(8, 3)
     for _ in range(2):
         loss_of(model(x)).backward()
