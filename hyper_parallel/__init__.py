@@ -108,7 +108,14 @@ _HOME_OF = {
     ),
 }
 
-_ROOMS = ("checkpoint", "launch", "models", "plans", "testing")  # modules that are part of the public API as they are
+_ROOMS = (
+    "checkpoint",
+    "data",
+    "launch",
+    "models",
+    "plans",
+    "testing",
+)  # modules that are part of the public API as they are
 # Methods of the platform of this process: HyperParallel 1.0 has them at its front door.
 _OF_PLATFORM = (
     "clip_grad_norm_",

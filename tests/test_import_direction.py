@@ -29,7 +29,7 @@ _FLOORS = [
         "core.distributed_checkpoint",
     ],
     ["plans", "drawing"],
-    ["models", "testing", "launch", "parallel"],
+    ["models", "testing", "launch", "parallel", "data"],
     ["analysis"],
     ["", "checkpoint"],  # `hyper_parallel/__init__.py`, the public API, and the short names for checkpoints.
     ["trainer"],

@@ -50,14 +50,14 @@ def test_metadata():
     assert metadata["Name"] == NAME
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Requires-Python"] == ">=3.10"
-    assert set(metadata.get_all("Provides-Extra")) == {"torch", "mindspore", "transformers", "dev"}
+    assert set(metadata.get_all("Provides-Extra")) == {"torch", "mindspore", "transformers", "train", "data", "dev"}
 
 
 def test_a_framework_comes_only_with_its_extra():
     def names(extra):
         return {requirement.name for requirement in _declared() if _applies(requirement, extra)}
 
-    assert names("") == {"numpy", "safetensors", "crc32c", "fsspec", "rich", "typer"}
+    assert names("") == {"numpy", "safetensors", "crc32c", "fsspec", "rich", "typer", "pydantic"}
     assert names("torch") - names("") == {"torch"}
     assert names("mindspore") - names("") == {"mindspore"}
 

@@ -1,0 +1,1 @@
+"""Tests of hyper_parallel/data."""
