@@ -19,8 +19,8 @@ def _sources(*sizes):
     return [Synthetic(num_samples=size, length=4, vocab_size=10 + number) for number, size in enumerate(sizes)]
 
 
-@given(st.lists(st.integers(1, 300), min_size=1, max_size=6))
-@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=6))
+@settings(deadline=None, max_examples=30)
 def test_no_source_is_ever_a_sample_off_its_share(weights):
     places = assign(weights)
     shares = np.array(weights) / sum(weights)
@@ -30,8 +30,7 @@ def test_no_source_is_ever_a_sample_off_its_share(weights):
     assert np.allclose(counts[-1] / len(places), shares)
 
 
-@given(st.lists(st.floats(0.01, 100), min_size=1, max_size=5))
-@settings(deadline=None, max_examples=20)
+@pytest.mark.parametrize("weights", [[0.7], [0.5, 0.25, 0.125], [3.14159, 2.71828], [99.5, 0.01]])
 def test_weights_that_are_no_whole_numbers_are_kept_to_four_digits(weights):
     got = np.bincount(assign(weights), minlength=len(weights)) / len(assign(weights))
     assert np.abs(got - np.array(weights) / sum(weights)).max() <= 1.01e-4
