@@ -22,6 +22,7 @@ from hyper_parallel.data.preparing.records import (
     corpus_files,
     find_files,
     is_records,
+    opened,
     read_bytes,
     read_records,
     read_text,
@@ -99,7 +100,7 @@ def _names(source: SourceConfig, paths: tuple[str, ...]) -> str:
 
 def _digest(file: Path) -> str:
     state = hashlib.blake2b(digest_size=16)
-    with file.open("rb") as stream:
+    with opened(file) as stream:
         while block := stream.read(1 << 22):
             state.update(block)
     return state.hexdigest()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from hyper_parallel.data.preparing.chat import Message
 
@@ -52,12 +53,20 @@ def is_records(file: Path) -> bool:
     return file.suffix.lower() in _RECORD_SUFFIXES
 
 
-def read_bytes(file: Path) -> bytes:
-    """The content of a file."""
+@contextmanager
+def opened(file: Path) -> Iterator[BinaryIO]:
+    """A file to read from; what goes wrong while it is open is an error that names it."""
     try:
-        return file.read_bytes()
+        with file.open("rb") as stream:
+            yield stream
     except OSError as error:
         raise type(error)(f"cannot read '{file}': {error.strerror or error}") from error
+
+
+def read_bytes(file: Path) -> bytes:
+    """The content of a file."""
+    with opened(file) as stream:
+        return stream.read()
 
 
 def read_text(file: Path) -> str:
@@ -83,14 +92,10 @@ def read_records(file: Path) -> Iterator[Record]:
 
 
 def _json_lines(file: Path) -> Iterator[Record]:
-    try:
-        with file.open("rb") as stream:
-            for number, line in enumerate(stream, 1):
-                where = f"{file}:{number}"
-                if line.strip():
-                    yield Record(where, _parsed(line, where))
-    except OSError as error:
-        raise type(error)(f"cannot read '{file}': {error.strerror or error}") from error
+    with opened(file) as stream:
+        for number, line in enumerate(stream, 1):
+            if line.strip():
+                yield Record(f"{file}:{number}", _parsed(line, f"{file}:{number}"))
 
 
 def _parsed(line: bytes, where: str) -> dict[str, Any]:
