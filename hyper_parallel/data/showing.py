@@ -21,7 +21,7 @@ def show_sample(data: Dataset, sample: Sample, *, marks: bool = False, most_toke
     ``marks`` puts trained stretches between ⟦ and ⟧ for where there are no colours.
     """
     shown = Text()
-    left = len(sample.input_ids) + 1 if most_tokens is None else most_tokens
+    left = 2 * len(sample.input_ids) if most_tokens is None else most_tokens  # a document has one more than is put in
     for number, (tokens, trained) in enumerate(sample.documents()):
         if left <= 0:
             break
