@@ -42,8 +42,12 @@ class Batch(dict[str, np.ndarray]):
         return int((self["labels"] != IGNORED).sum())
 
 
-def collate(samples: Sequence[Sample], *, length: int | None = None, pad_id: int = 0) -> Batch:
+def collate(
+    samples: Sequence[Sample], *, length: int | None = None, packed: bool | None = None, pad_id: int = 0
+) -> Batch:
     """One batch of samples, filled up to ``length``, or to the longest of them.
+
+    ``packed`` says whether it has ``position_ids``; by default it has where a sample has.
 
     >>> two = [Sample.of_tokens([5, 6, 7]), Sample.of_tokens([8, 9])]
     >>> batch = collate(two)
@@ -60,7 +64,7 @@ def collate(samples: Sequence[Sample], *, length: int | None = None, pad_id: int
         "input_ids": np.full(shape, pad_id, np.int64),
         "labels": np.full(shape, IGNORED, np.int64),
     }
-    is_packed = any(sample.position_ids is not None for sample in samples)
+    is_packed = any(sample.position_ids is not None for sample in samples) if packed is None else packed
     if is_packed:
         arrays["position_ids"] = np.zeros(shape, np.int64)
     for row, (sample, size) in enumerate(zip(samples, sizes, strict=True)):

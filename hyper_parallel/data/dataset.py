@@ -48,11 +48,8 @@ class Dataset(ABC):
     def collate(self, numbers: Sequence[int] | np.ndarray) -> Batch:
         """The batch of these samples; of no samples, arrays with no rows."""
         samples = [self.sample(int(number)) for number in numbers]
-        if not samples:
-            empty = Sample(*(np.zeros(0, np.int64) for _ in range(3 if self.is_packed else 2)))
-            one = collate([empty], length=self.pad_to or self.length)
-            return Batch({name: array[:0] for name, array in one.items() if name != "attention_mask"}, num_padding=0)
-        return collate(samples, length=self.pad_to)
+        length = self.pad_to or (None if samples else self.length)
+        return collate(samples, length=length, packed=self.is_packed)
 
     def order(self, *, batch: int, seed: int, position: int = 0, epochs: int | None = None) -> Order:
         """The order in which a run goes through these samples."""

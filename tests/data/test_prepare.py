@@ -339,6 +339,21 @@ def test_folders_are_named_by_content_and_options(tmp_path, config):
     assert isinstance(folder, Path)
 
 
+def test_other_data_at_a_resume_is_an_error(tmp_path, config):
+    path = tmp_path / "t.txt"
+    path.write_text("some text " * 100)
+    order = open_data(config(kind="text", path=str(path), length=10), seed=0).order(batch=4, seed=0)
+    next(order)
+    path.write_text("same text " * 100)
+    changed = open_data(config(kind="text", path=str(path), length=10), seed=0).order(batch=2, seed=0)
+    with pytest.raises(ValueError, match="the data has changed: the run that was saved at sample 4 had data"):
+        changed.load_state(order.state())
+    path.write_text("some text " * 100)
+    again = open_data(config(kind="text", path=str(path), length=10), seed=0).order(batch=2, seed=0)
+    again.load_state(order.state())
+    assert again.position == 4
+
+
 def test_a_digest_is_remembered_until_the_file_changes(tmp_path):
     asked = []
 
@@ -390,6 +405,8 @@ def test_a_mixture_and_its_validation_part(tmp_path, config):
     batch = train.collate(next(train.order(batch=8, seed=4)))
     assert batch["input_ids"].shape == (8, 10)
     assert batch["position_ids"].shape == (8, 10)
+    alone = [number for number in range(20) if train.place(number)[0] == 1][:1]
+    assert train.collate(alone)["position_ids"].tolist() == [list(range(10))]  # the same names in every batch
     assert len(prepare(whole)) == 1
 
 
