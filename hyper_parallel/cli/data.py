@@ -1,7 +1,9 @@
 """`hyper-parallel data`: prepare data once, and look at samples as they are trained on."""
 
 import importlib
+import json
 import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -117,7 +119,7 @@ def _config(paths: list[str], options: dict[str, Any]) -> Any:
             given["kind"] = "chat"
     given |= {name: value for name, value in options.items() if value is not None}
     try:
-        return pydantic.TypeAdapter(room.DataConfig).validate_json(importlib.import_module("json").dumps(given))
+        return pydantic.TypeAdapter(room.DataConfig).validate_json(json.dumps(given))
     except pydantic.ValidationError as error:
         wrong = [
             f"{'.'.join(map(str, one['loc'])) or 'data'}: {one['msg'].removeprefix('Value error, ')}"
@@ -152,7 +154,7 @@ def _open(config: Any, seed: int = 0, progress: Any = None) -> Any:
 
 
 @contextmanager
-def _shown_errors() -> Any:
+def _shown_errors() -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, TypeError, RuntimeError) as error:
@@ -161,7 +163,7 @@ def _shown_errors() -> Any:
 
 
 @contextmanager
-def _progress() -> Any:
+def _progress() -> Iterator[Callable[[str, int, int], None]]:
     console = Console(stderr=True)
     with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
         task = bar.add_task("", total=None)

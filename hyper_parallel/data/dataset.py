@@ -45,9 +45,13 @@ class Dataset(ABC):
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of token ids."""
 
+    def samples(self, numbers: Sequence[int] | np.ndarray) -> list[Sample]:
+        """Several samples by their numbers."""
+        return [self.sample(int(number)) for number in numbers]
+
     def collate(self, numbers: Sequence[int] | np.ndarray) -> Batch:
         """The batch of these samples; of no samples, arrays with no rows."""
-        samples = [self.sample(int(number)) for number in numbers]
+        samples = self.samples(numbers)
         length = self.pad_to or (None if samples else self.length)
         return collate(samples, length=length, packed=self.is_packed)
 
@@ -56,6 +60,14 @@ class Dataset(ABC):
         return Order(
             self.num_samples, batch=batch, seed=seed, position=position, epochs=epochs, fingerprint=self.fingerprint
         )
+
+    def require_vocabulary(self, num: int) -> None:
+        """Check that a model with ``num`` token ids knows all of the data's."""
+        if self.vocab_size > num:
+            raise ValueError(
+                f"the data has {self.vocab_size} token ids, but the model only {num}; give the tokenizer that belongs "
+                f"to the model, or a model with vocab_size={self.vocab_size}"
+            )
 
     def __len__(self) -> int:
         return self.num_samples
@@ -93,8 +105,11 @@ class Subset(Dataset):
         self._name = name
 
     def sample(self, number: int) -> Sample:
-        place = self._start + self._checked(number)
-        return self.data.sample(int(shuffled([place], self.data.num_samples, seed=0)[0]))
+        return self.samples([number])[0]
+
+    def samples(self, numbers: Sequence[int] | np.ndarray) -> list[Sample]:
+        places = np.array([self._start + self._checked(int(number)) for number in numbers], np.int64)
+        return self.data.samples(shuffled(places, self.data.num_samples, seed=0))
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return self.data.decode(ids)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -106,18 +107,31 @@ class Mixture(Dataset):
         self.pad_to = datasets[0].pad_to
         self.fingerprint = fingerprint_of(self._parts.tolist(), *(data.fingerprint for data in datasets))
 
-    def place(self, number: int) -> tuple[int, int]:
-        """(source, number of the sample there) of a sample."""
-        turn, place = divmod(int(number), len(self._places))
-        source = int(self._places[place])
-        position = turn * int(self._parts[source]) + int(self._within[place])
-        epoch, place = divmod(position, self.datasets[source].num_samples)
-        seed = self.seed + source * _SEEDS_APART + epoch
-        return source, int(shuffled([place], self.datasets[source].num_samples, seed)[0])
+    def places(self, numbers: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(sources, numbers of the samples there) of samples."""
+        turns, places = np.divmod(np.asarray(numbers, np.int64), len(self._places))
+        sources = self._places[places]
+        inside = turns * self._parts[sources] + self._within[places]
+        for source in np.unique(sources).tolist():
+            of_source = np.flatnonzero(sources == source)
+            num = self.datasets[source].num_samples
+            epochs, inside[of_source] = np.divmod(inside[of_source], num)
+            for epoch in np.unique(epochs).tolist():
+                now = of_source[epochs == epoch]
+                inside[now] = shuffled(inside[now], num, self.seed + source * _SEEDS_APART + epoch)
+        return sources, inside
 
     def sample(self, number: int) -> Sample:
-        source, inside = self.place(number)
-        return self.datasets[source].sample(inside)
+        return self.samples([number])[0]
+
+    def samples(self, numbers: Sequence[int] | np.ndarray) -> list[Sample]:
+        sources, inside = self.places(numbers)
+        found: list[Any] = [None] * len(sources)
+        for source in np.unique(sources).tolist():
+            of_source = np.flatnonzero(sources == source).tolist()
+            for place, sample in zip(of_source, self.datasets[source].samples(inside[of_source]), strict=True):
+                found[place] = sample
+        return found
 
     def order(self, *, batch: int, seed: int, position: int = 0, epochs: int | None = None) -> Order:
         if seed != self.seed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 from hyper_parallel.data.config import DataConfig, SourceConfig
 from hyper_parallel.data.dataset import Dataset, Subset
@@ -72,6 +73,7 @@ def _open(source: SourceConfig, config: DataConfig, progress: Progress | None) -
             pad_to=pad_to,
             decode=decode,
             name=facts["names"],
+            notes=_notes(facts, config.length),
         )
     return TokenFile(
         prepared.folder / TOKENS,
@@ -84,6 +86,17 @@ def _open(source: SourceConfig, config: DataConfig, progress: Progress | None) -
         decode=decode,
         name=facts["names"],
     )
+
+
+def _notes(facts: dict[str, Any], length: int) -> str:
+    """What happened to rows on the way, in words."""
+    cut, across = facts["num_truncated"], facts["num_straddling"]
+    notes = f"; {cut:,} rows were longer than {length} and are cut short" if cut else ""
+    if across:
+        notes += (
+            f"; in {across:,} rows a token holds the end of a prompt and the beginning of the answer, and is trained"
+        )
+    return notes
 
 
 def _tokens(source: SourceConfig, config: DataConfig) -> TokenFile:

@@ -34,18 +34,20 @@ class RowFile(Dataset):
         pad_to: int | None = None,
         decode: Callable[[np.ndarray], str] | None = None,
         name: str | None = None,
+        notes: str = "",
     ) -> None:
         folder = Path(folder)
         self.tokens = map_tokens(folder / TOKENS, dtype)
-        self.ends, self.trained, self.rows, self.samples = (
+        self.ends, self.trained, self.rows, self.sample_ends = (
             np.load(folder / file, mmap_mode="r") for file in (ENDS, TRAINED, ROWS, SAMPLES)
         )
-        self.num_samples = len(self.samples)
+        self.num_samples = len(self.sample_ends)
         self.length, self.vocab_size, self.pad_to = length, vocab_size, pad_to
         self.is_packed = packing
         self.fingerprint = fingerprint_of(fingerprint, length, packing)
         self._decode = decode
         self._name = name or str(folder)
+        self._notes = notes
 
     def row(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """(tokens, which of them are trained) of a row."""
@@ -56,8 +58,10 @@ class RowFile(Dataset):
         return tokens, bits[start % 8 : start % 8 + end - start].astype(bool)
 
     def sample(self, number: int) -> Sample:
-        start = int(self.samples[number - 1]) if self._checked(number) else 0
-        documents = [Sample.of_tokens(*self.row(row)) for row in self.rows[start : int(self.samples[number])].tolist()]
+        start = int(self.sample_ends[number - 1]) if self._checked(number) else 0
+        documents = [
+            Sample.of_tokens(*self.row(row)) for row in self.rows[start : int(self.sample_ends[number])].tolist()
+        ]
         return Sample.of_documents(documents) if self.is_packed else documents[0]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
@@ -72,7 +76,7 @@ class RowFile(Dataset):
             else f"one a sample, at most {self.length} long"
         )
         rows = f"{len(self.tokens):,} tokens of {len(self.ends):,} rows"
-        return f"{self._name}: {rows}, {packed}; vocabulary {self.vocab_size:,}"
+        return f"{self._name}: {rows}, {packed}; vocabulary {self.vocab_size:,}{self._notes}"
 
 
 def write_table(folder: Path, rows: np.ndarray, ends: np.ndarray) -> None:

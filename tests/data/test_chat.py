@@ -50,6 +50,13 @@ def test_a_template_that_marks_answers_says_the_same():
     assert _trained_texts(template, _TALK) == ["Hello.</s>", "Tschüß!</s>"]
 
 
+def test_tools_of_a_row_are_rendered():
+    template = ChatTemplate("{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML)
+    text, ((start, end),) = template.render_trained(_TALK[:3], tools=[{"name": "né"}])
+    assert text.startswith('[{"name": "né"}]<|im_start|>')
+    assert text[start:end] == "Hello.<|im_end|>\n"
+
+
 def test_a_template_that_rewrites_earlier_turns_is_an_error_that_shows_where():
     template = ChatTemplate(_STRIPPING)
     talk = [{"role": role, "content": text} for role, text in (("user", "1?"), ("assistant", "hm|1."), ("user", "2?"))]

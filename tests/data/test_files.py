@@ -168,6 +168,15 @@ def test_a_rank_without_samples_gets_arrays_without_rows(tmp_path):
     assert (batch.num_tokens, batch.num_trained) == (0, 0)
 
 
+def test_a_model_that_does_not_know_all_ids_is_refused():
+    data = Synthetic(num_samples=2, length=4, vocab_size=100)
+    data.require_vocabulary(100)
+    with pytest.raises(
+        ValueError, match="the data has 100 token ids, but the model only 99; give the tokenizer that bel"
+    ):
+        data.require_vocabulary(99)
+
+
 def test_documents_of_a_sample_come_back():
     sample = Sample.of_documents([Sample.of_tokens([1, 2, 3]), Sample.of_tokens([4, 5, 6], [False, True, False])])
     assert [(tokens.tolist(), trained.tolist()) for tokens, trained in sample.documents()] == [

@@ -39,7 +39,7 @@ def test_weights_that_are_no_whole_numbers_are_kept_to_four_digits(weights):
 def test_each_source_is_gone_through_before_it_begins_again():
     mixture = Mixture(_sources(6, 3), [3, 1], seed=5)
     assert mixture.num_samples == 12  # until the second one has been seen
-    served = [mixture.place(number) for number in range(48)]
+    served = list(zip(*(part.tolist() for part in mixture.places(range(48))), strict=True))
     by_source = [[inside for source, inside in served if source == which] for which in (0, 1)]
     assert [len(numbers) for numbers in by_source] == [36, 12]
     for numbers, size in zip(by_source, (6, 3), strict=True):
@@ -52,14 +52,15 @@ def test_a_mixture_is_addressed_and_its_order_does_not_wrap():
     mixture = Mixture(_sources(6, 3), [3, 1], seed=5)
     order = mixture.order(batch=5, seed=5, position=40)
     assert next(order).tolist() == [40, 41, 42, 43, 44]
-    source, inside = mixture.place(44)
+    (source,), (inside,) = mixture.places([44])
     assert mixture.sample(44).input_ids.tolist() == mixture.datasets[source].sample(inside).input_ids.tolist()
-    assert mixture.collate([40, 41])["input_ids"].shape == (2, 4)
+    batch = mixture.collate([47, 3, 40])["input_ids"]
+    assert batch.tolist() == [mixture.sample(number).input_ids.tolist() for number in (47, 3, 40)]
 
 
 def test_sources_of_equal_size_are_shuffled_differently():
     mixture = Mixture(_sources(50, 50), [1, 1], seed=0)
-    served = [mixture.place(number) for number in range(100)]
+    served = list(zip(*(part.tolist() for part in mixture.places(range(100))), strict=True))
     orders = [[inside for source, inside in served if source == which] for which in (0, 1)]
     assert orders[0] != orders[1]
 
@@ -70,7 +71,7 @@ def test_facts_of_a_mixture():
     assert "mixture of 2: web 75.00%, books 25.00%; 12 samples until all are seen" in mixture.describe()
     assert mixture.fingerprint != Mixture(_sources(6, 3), [1, 1], seed=5).fingerprint
     assert mixture.fingerprint != Mixture(_sources(6, 4), [3, 1], seed=5).fingerprint
-    assert Counter(source for source, _ in map(mixture.place, range(8))) == {0: 6, 1: 2}
+    assert Counter(mixture.places(range(8))[0].tolist()) == {0: 6, 1: 2}
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,14 @@ import json
 import multiprocessing
 import os
 import shutil
+import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
+from pydantic import TypeAdapter
 
 from hyper_parallel.data import DataConfig, SourceConfig, open_data, open_validation, prepare
 from hyper_parallel.data.preparing.cache import check_folder, prepare_folder, remembered_digest
@@ -121,6 +123,13 @@ def test_rows_that_are_not_packed_are_padded(tmp_path, config):
     assert open_data(config(**options, pad="length"), seed=0).collate([0])["input_ids"].shape == (1, 200)
 
 
+def test_a_token_across_prompt_and_answer_is_told(tmp_path, config):
+    make_tokenizer(tmp_path)
+    path = _lines(tmp_path / "p.jsonl", {"prompt": "The answer: ", "completion": "the answer"})
+    data = open_data(config(kind="chat", path=path, tokenizer=str(tmp_path), chat_template="none", length=99), seed=0)
+    assert "; in 1 rows a token holds the end of a prompt and the beginning of the answer" in data.describe()
+
+
 def test_a_prompt_and_its_completion(tmp_path, config):
     make_tokenizer(tmp_path)
     path = _lines(tmp_path / "p.jsonl", {"prompt": "Q: 1?", "completion": " A: 1."})
@@ -141,6 +150,7 @@ def test_rows_that_are_too_long(tmp_path, config):
         open_data(config(kind="chat", path=path, length=80), seed=0)
     data = open_data(config(kind="chat", path=path, length=80, too_long="truncate", packing=False), seed=0)
     assert sorted(len(data.sample(n).input_ids) for n in (0, 1))[1] == 80
+    assert data.describe().endswith("; 1 rows were longer than 80 and are cut short")
     with pytest.raises(ValueError, match=r"c.jsonl:1: no token of this row is trained within the first 11 tokens"):
         open_data(config(kind="chat", path=path, length=10, too_long="truncate"), seed=0)
 
@@ -291,6 +301,25 @@ def test_an_interrupted_preparation_leaves_nothing_that_is_taken_for_whole(tmp_p
     assert not killed.exists()
 
 
+def _be_killed(folder):
+    def build(aside):
+        (aside / "tokens.bin").write_bytes(b"half")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    prepare_folder(folder / "cache", "a", build)
+
+
+def test_a_killed_preparation_holds_nobody_up(tmp_path):
+    process = multiprocessing.get_context("spawn").Process(target=_be_killed, args=(tmp_path,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    assert len(list((tmp_path / "cache").glob(".a.*.partial"))) == 1
+    folder, _ = prepare_folder(tmp_path / "cache", "a", _counting(tmp_path))
+    assert (folder / "tokens.bin").read_bytes() == b"abc"
+    assert list((tmp_path / "cache").glob(".a.*.partial")) == []
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -317,7 +346,7 @@ def test_a_damaged_folder_is_found_and_made_again(tmp_path, damage, message):
 def test_a_cache_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(
-        OSError, match=r"cannot make the folder '.*cache' for prepared data: Not a dir.*HYPER_PARALLEL_CACHE"
+        OSError, match=r"cannot write prepared data to '.*cache': Not a directory; .*HYPER_PARALLEL_CACHE"
     ):
         prepare_folder(tmp_path / "file" / "cache", "a", _counting(tmp_path))
 
@@ -405,7 +434,7 @@ def test_a_mixture_and_its_validation_part(tmp_path, config):
     batch = train.collate(next(train.order(batch=8, seed=4)))
     assert batch["input_ids"].shape == (8, 10)
     assert batch["position_ids"].shape == (8, 10)
-    alone = [number for number in range(20) if train.place(number)[0] == 1][:1]
+    alone = np.flatnonzero(train.places(range(20))[0] == 1)[:1]
     assert train.collate(alone)["position_ids"].tolist() == [list(range(10))]  # the same names in every batch
     assert len(prepare(whole)) == 1
 
@@ -439,6 +468,13 @@ def test_a_prepared_folder_can_be_named(tmp_path, config):
     (folder / "tokens.bin").write_bytes(b"cut")
     with pytest.raises(ValueError, match="holds no whole prepared data"):
         open_data(config(kind="tokens", path=str(folder)), seed=0)
+
+
+def test_every_field_says_what_it_means():
+    schema = TypeAdapter(DataConfig).json_schema()
+    fields = {**schema["properties"], **schema["$defs"]["SourceConfig"]["properties"]}
+    assert [name for name, facts in fields.items() if not facts.get("description")] == []
+    assert schema["additionalProperties"] is False
 
 
 @pytest.mark.parametrize(

@@ -56,12 +56,13 @@ def prepare_folder(
         return folder, read_meta(folder)
     try:
         root.mkdir(parents=True, exist_ok=True)
+        lock = os.open(root / f".{name}.lock", os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
         raise type(error)(
-            f"cannot make the folder '{root}' for prepared data: {error.strerror}; name another one as cache, or set "
+            f"cannot write prepared data to '{root}': {error.strerror}; name another folder as cache, or set "
             "HYPER_PARALLEL_CACHE"
         ) from error
-    with _alone(root / f".{name}.lock", waiting):
+    with _alone(lock, waiting):
         for leftover in root.glob(f".{name}.*.partial"):
             shutil.rmtree(leftover, ignore_errors=True)
         if folder.exists():
@@ -92,8 +93,7 @@ def _make(root: Path, name: str, build: Callable[[Path], dict[str, Any]]) -> dic
 
 
 @contextlib.contextmanager
-def _alone(path: Path, waiting: Waiting) -> Iterator[None]:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+def _alone(descriptor: int, waiting: Waiting) -> Iterator[None]:
     try:
         while True:
             try:

@@ -41,28 +41,28 @@ class ChatTemplate:
         self._names = {"bos_token": bos, "eos_token": eos}
         self._template = _compiled(source)
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
-        """The text of a conversation."""
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False, tools: Any = None) -> str:
+        """The text of a conversation; ``tools`` are those that the model is told of."""
         import jinja2
 
         try:
             return str(
                 self._template.render(
-                    messages=list(messages), add_generation_prompt=add_generation_prompt, tools=None, **self._names
+                    messages=list(messages), add_generation_prompt=add_generation_prompt, tools=tools, **self._names
                 )
             )
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             raise ValueError(f"the chat template cannot render these messages: {error}") from error
 
-    def render_trained(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
+    def render_trained(self, messages: Sequence[Message], *, tools: Any = None) -> tuple[str, list[Span]]:
         """(the text of a conversation, the stretches of it that are trained)."""
-        whole = self.render(messages)
+        whole = self.render(messages, tools=tools)
         spans = []
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            asked = self.render(messages[:number], add_generation_prompt=True)
-            said = self.render(messages[: number + 1])
+            asked = self.render(messages[:number], add_generation_prompt=True, tools=tools)
+            said = self.render(messages[: number + 1], tools=tools)
             for part, what in ((asked, "before it, with the generation prompt,"), (said, "up to and with it")):
                 if not whole.startswith(part):
                     raise ValueError(

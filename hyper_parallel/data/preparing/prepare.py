@@ -222,7 +222,7 @@ def _row(record: Record, template: ChatTemplate | None, tokenizer: Tokenizer) ->
         text = prompt + completion + tokenizer.eos
         return trained_tokens(tokenizer, text, [(len(prompt), len(text))] if completion else [])
     try:
-        text, spans = template.render_trained(messages)
+        text, spans = template.render_trained(messages, tools=record.fields.get("tools"))
     except ValueError as error:
         raise ValueError(f"{record.where}: {error}") from error
     return trained_tokens(tokenizer, text, spans)
