@@ -121,10 +121,7 @@ def _config(paths: list[str], options: dict[str, Any]) -> Any:
     try:
         return pydantic.TypeAdapter(room.DataConfig).validate_json(json.dumps(given))
     except pydantic.ValidationError as error:
-        wrong = [
-            f"{'.'.join(map(str, one['loc'])) or 'data'}: {one['msg'].removeprefix('Value error, ')}"
-            for one in error.errors()
-        ]
+        wrong = [": ".join(filter(None, (".".join(map(str, one["loc"])), one["msg"]))) for one in error.errors()]
         raise ValueError("; ".join(wrong)) from None
 
 

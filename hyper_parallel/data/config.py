@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass
+from pydantic_core import PydanticCustomError
 
 __all__ = ["DataConfig", "SourceConfig"]
 
@@ -13,6 +16,13 @@ _STRICT = ConfigDict(extra="forbid", use_attribute_docstrings=True, strict=True)
 _Positive = Annotated[int, Field(ge=1)]
 _Share = Annotated[float, Field(ge=0, lt=1)]
 _Kind = Literal["corpus", "text", "chat", "tokens", "synthetic"]
+
+
+class Problem(NamedTuple):
+    """Values that are each allowed and do not go together; the first key is where it is reported."""
+
+    keys: tuple[str, ...]
+    what: str
 
 
 @dataclass(config=_STRICT, kw_only=True, frozen=True)
@@ -47,15 +57,34 @@ class SourceConfig:
         """The paths, always as several."""
         return () if self.path is None else (self.path,) if isinstance(self.path, str) else self.path
 
-    @model_validator(mode="after")
-    def _check(self) -> SourceConfig:
-        if self.kind in ("text", "chat", "tokens") and not self.paths:
-            raise ValueError(f'kind = "{self.kind}" needs path: the file or folder to read')
-        if self.kind in ("corpus", "synthetic") and self.paths:
-            raise ValueError(f'kind = "{self.kind}" reads no path; for files of your own write kind = "text"')
+    def problems(self) -> Iterator[Problem]:
+        """What does not go together, or is not there."""
+        reads = self.kind in ("text", "chat", "tokens")
+        if reads and not self.paths:
+            yield Problem(("path", "kind"), f'is missing: kind = "{self.kind}" reads a file or folder')
+        if not reads and self.paths:
+            why = 'for files of your own write kind = "text"' if self.kind == "corpus" else "leave it out"
+            yield Problem(("path", "kind"), f'must not be given: kind = "{self.kind}" reads no file; {why}')
         if self.kind == "tokens" and len(self.paths) > 1:
-            raise ValueError('kind = "tokens" reads one path; several token files are a mixture')
+            yield Problem(("path", "kind"), 'must be one path for kind = "tokens"; several token files are a mixture')
+        yield from _missing("path", self.paths)
+        yield from _missing("ends", self.ends)
+        if self.chat_template not in ("chatml", "none"):
+            yield from _missing("chat_template", self.chat_template, ' of Jinja, "chatml" or "none"')
+
+    @model_validator(mode="after")
+    def _raise_problems(self) -> SourceConfig:
+        found = list(self.problems())
+        if found:
+            text = "; ".join(f"{problem.keys[0]}: {problem.what}" for problem in found)
+            raise PydanticCustomError("problems", "{text}", {"text": text, "problems": found})
         return self
+
+
+def _missing(key: str, paths: str | tuple[str, ...] | None, more: str = "") -> Iterator[Problem]:
+    for path in (paths,) if isinstance(paths, str) else paths or ():
+        if not Path(path).exists():
+            yield Problem((key,), f"must be a file or folder of this machine{more}; there is no '{path}'")
 
 
 @dataclass(config=_STRICT, kw_only=True, frozen=True)
@@ -83,12 +112,21 @@ class DataConfig(SourceConfig):
     cache: str | None = None
     """The folder for prepared data; by default HYPER_PARALLEL_CACHE or the user's cache."""
 
-    @model_validator(mode="after")
-    def _check_whole(self) -> DataConfig:
-        if (self.kind == "mixture") != bool(self.sources):
-            raise ValueError('kind = "mixture" and sources belong together: give both or neither')
+    def problems(self) -> Iterator[Problem]:
+        """What does not go together, or is not there."""
+        yield from super().problems()
+        if self.kind == "mixture" and not self.sources:
+            yield Problem(("sources", "kind"), 'is missing: kind = "mixture" is made of sources')
+        if self.kind != "mixture" and self.sources:
+            yield Problem(("sources", "kind"), f'must not be given with kind = "{self.kind}"; write kind = "mixture"')
         if self.validation and self.validation_path:
-            raise ValueError("validation and validation_path are two ways to say the same; give one of them")
+            yield Problem(
+                ("validation_path", "validation"), "and validation say the same in two ways; give one of them"
+            )
         if self.validation_path and self.kind not in ("text", "chat", "tokens"):
-            raise ValueError(f'validation_path is read as path is, but kind = "{self.kind}" reads none; use validation')
-        return self
+            yield Problem(
+                ("validation_path", "kind"), f'is read as path is, but kind = "{self.kind}" reads none; use validation'
+            )
+        yield from _missing("validation_path", self.validation_path)
+        if self.tokenizer != "bytes":
+            yield from _missing("tokenizer", self.tokenizer, ' that is a tokenizer.json or has one, or "bytes"')

@@ -80,9 +80,9 @@ def test_the_corpus_and_synthetic_tokens_need_no_files(run):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["prepare", "nowhere"], "error: there is no file or folder 'nowhere' to read data from"),
+        (["prepare", "nowhere"], "error: path: must be a file or folder of this machine; there is no 'nowhere'"),
         (["prepare", "--length", "0"], "error: length: Input should be greater than or equal to 1"),
-        (["show", "--kind", "text"], 'error: data: kind = "text" needs path: the file or folder to read'),
+        (["show", "--kind", "text"], 'error: path: is missing: kind = "text" reads a file or folder'),
         (["show", "--kind", "book"], "error: kind: Input should be 'corpus', 'text'"),
     ],
 )

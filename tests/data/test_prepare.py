@@ -194,7 +194,7 @@ def test_a_bad_line_is_named_and_nothing_is_left(tmp_path, config, line, options
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda p: {"path": str(p / "no")}, r"there is no file or folder '.*no' to read data from"),
+        (lambda p: {"path": str(p / "no")}, r"path: must be a file or folder of this machine; there is no '.*no'"),
         (
             lambda p: {"path": str(p / "folder")},
             r"the folder '.*folder' has no file that matches '\*'; the data is empty",
@@ -218,7 +218,10 @@ def test_a_bad_line_is_named_and_nothing_is_left(tmp_path, config, line, options
             lambda p: {"path": str(p / "latin.txt"), "tokenizer": str(p)},
             r"latin.txt:2: byte 0xe9 at place 5 is no UTF-8;",
         ),
-        (lambda p: {"path": str(p / "short.txt"), "tokenizer": str(p / "no")}, r"there is no tokenizer '.*no'"),
+        (
+            lambda p: {"path": str(p / "short.txt"), "tokenizer": str(p / "folder")},
+            r"there is no tokenizer '.*tokenizer.json'",
+        ),
     ],
 )
 def test_mistakes(tmp_path, config, make, message):
@@ -480,13 +483,34 @@ def test_every_field_says_what_it_means():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"kind": "text"}, 'kind = "text" needs path: the file or folder to read'),
-        ({"kind": "corpus", "path": "x"}, 'kind = "corpus" reads no path; for files of your own write kind = "text"'),
-        ({"kind": "tokens", "path": ("a", "b")}, 'kind = "tokens" reads one path'),
-        ({"kind": "mixture"}, 'kind = "mixture" and sources belong together'),
-        ({"sources": (SourceConfig(kind="corpus"),)}, 'kind = "mixture" and sources belong together'),
-        ({"kind": "text", "path": "a", "validation": 0.1, "validation_path": "b"}, "two ways to say the same"),
-        ({"validation_path": "b"}, 'validation_path is read as path is, but kind = "corpus" reads none'),
+        ({"kind": "text"}, 'path: is missing: kind = "text" reads a file or folder'),
+        (
+            {"kind": "corpus", "path": "."},
+            'path: must not be given: kind = "corpus" reads no file; for files of your own',
+        ),
+        ({"kind": "tokens", "path": (".", ".")}, 'path: must be one path for kind = "tokens"'),
+        ({"kind": "text", "path": "nowhere"}, "path: must be a file or folder of this machine; there is no 'nowhere'"),
+        ({"kind": "text", "path": (".", "nowhere")}, "there is no 'nowhere'"),
+        (
+            {"tokenizer": "byte"},
+            "tokenizer: must be a file or folder of this machine that is a tokenizer.json or has one",
+        ),
+        (
+            {"kind": "chat", "path": ".", "chat_template": "chatlm"},
+            'chat_template: must be .* of Jinja, "chatml" or "none"',
+        ),
+        ({"kind": "tokens", "path": ".", "ends": "nowhere"}, "ends: must be a file"),
+        ({"kind": "mixture"}, 'sources: is missing: kind = "mixture" is made of sources'),
+        (
+            {"sources": (SourceConfig(kind="corpus"),)},
+            'sources: must not be given with kind = "corpus"; write kind = "m',
+        ),
+        (
+            {"kind": "text", "path": ".", "validation": 0.1, "validation_path": "."},
+            "validation_path: and validation say the same in two ways",
+        ),
+        ({"validation_path": "."}, 'validation_path: is read as path is, but kind = "corpus" reads none'),
+        ({"kind": "text", "tokenizer": "byte"}, "path: is missing: .*; tokenizer: must be"),
         ({"lenght": 5}, "lenght"),
         ({"length": 0}, "greater than or equal to 1"),
         ({"length": "5"}, "valid integer"),
