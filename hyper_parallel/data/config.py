@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass
@@ -18,6 +18,11 @@ _Share = Annotated[float, Field(ge=0, lt=1)]
 _Kind = Literal["corpus", "text", "chat", "tokens", "synthetic"]
 
 
+def _says(text: str) -> Any:
+    """What a field means. Unlike a docstring below the field, a class that inherits the field has it too."""
+    return Field(description=text)
+
+
 class Problem(NamedTuple):
     """Values that are each allowed and do not go together; the first key is where it is reported."""
 
@@ -29,28 +34,38 @@ class Problem(NamedTuple):
 class SourceConfig:
     """One source of a mixture."""
 
-    kind: _Kind
-    """corpus (Python's own library), text (files, folders, records), chat, tokens (a token file) or synthetic."""
-    path: str | tuple[str, ...] | None = None
-    """A file or folder, or several: text, chat, tokens."""
-    pattern: str = "*"
-    """Which files of a folder are read, as in "*.py"."""
-    text_field: str = "text"
-    """The field of a record that has the text."""
-    chat_template: str | None = None
-    """"chatml", a Jinja file, or "none"; without it the tokenizer's own (ChatML for bytes)."""
-    too_long: Literal["error", "truncate"] = "error"
-    """What to do with a conversation that is longer than a sample."""
-    ends: str | None = None
-    """tokens: the .npy file with the place behind each document's last token; by default next to the token file."""
-    dtype: Literal["uint16", "uint32"] = "uint16"
-    """tokens: the type of its numbers."""
-    vocab_size: _Positive | None = None
-    """tokens, synthetic: how many ids there are; by default the largest in the token file and one, or 256."""
-    num_samples: _Positive = 1024
-    """synthetic: how many samples."""
-    weight: Annotated[float, Field(gt=0)] = 1.0
-    """The share of this source in a mixture, relative to the others."""
+    kind: Annotated[
+        _Kind,
+        _says(
+            "corpus (Python's own library), text (files, folders, records), chat, tokens (a token file) or synthetic."
+        ),
+    ]
+    path: Annotated[str | tuple[str, ...] | None, _says("A file or folder, or several: text, chat, tokens.")] = None
+    pattern: Annotated[str, _says('Which files of a folder are read, as in "*.py".')] = "*"
+    text_field: Annotated[str, _says("The field of a record that has the text.")] = "text"
+    chat_template: Annotated[
+        str | None, _says('"chatml", a Jinja file, or "none"; without it the tokenizer\'s own (ChatML for bytes).')
+    ] = None
+    too_long: Annotated[
+        Literal["error", "truncate"], _says("What to do with a conversation that is longer than a sample.")
+    ] = "error"
+    ends: Annotated[
+        str | None,
+        _says(
+            "tokens: the .npy file with the place behind each document's last token; by default next to the token file."
+        ),
+    ] = None
+    dtype: Annotated[Literal["uint16", "uint32"], _says("tokens: the type of its numbers.")] = "uint16"
+    vocab_size: Annotated[
+        _Positive | None,
+        _says("tokens, synthetic: how many ids there are; by default the largest in the token file and one, or 256."),
+    ] = None
+    num_samples: Annotated[_Positive, _says("synthetic: how many samples.")] = 1024
+    weight: Annotated[
+        float,
+        Field(gt=0, allow_inf_nan=False),
+        _says("The share of this source in a mixture, relative to the others."),
+    ] = 1.0
 
     @property
     def paths(self) -> tuple[str, ...]:

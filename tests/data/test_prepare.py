@@ -475,8 +475,8 @@ def test_a_prepared_folder_can_be_named(tmp_path, config):
 
 def test_every_field_says_what_it_means():
     schema = TypeAdapter(DataConfig).json_schema()
-    fields = {**schema["properties"], **schema["$defs"]["SourceConfig"]["properties"]}
-    assert [name for name, facts in fields.items() if not facts.get("description")] == []
+    for properties in (schema["properties"], schema["$defs"]["SourceConfig"]["properties"]):
+        assert [name for name, facts in properties.items() if not facts.get("description")] == []
     assert schema["additionalProperties"] is False
 
 
