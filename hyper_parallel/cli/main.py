@@ -6,6 +6,7 @@ import typer
 
 from hyper_parallel import __version__
 from hyper_parallel.cli.ckpt import app as ckpt
+from hyper_parallel.cli.config import config, schema
 from hyper_parallel.cli.data import app as data
 from hyper_parallel.cli.doctor import doctor
 from hyper_parallel.cli.dry_run import dry_run
@@ -19,6 +20,8 @@ app = typer.Typer(
 )
 app.command("doctor")(doctor)
 app.command("dry-run")(dry_run)
+app.command("config")(config)
+app.command("schema")(schema)
 app.add_typer(ckpt)
 app.add_typer(data)
 

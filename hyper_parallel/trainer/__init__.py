@@ -1,0 +1,1 @@
+"""Training as a job: its config, checked before anything starts."""

@@ -1,0 +1,123 @@
+"""The config of a run: all sections, and what must hold between them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from hyper_parallel.parallel.degrees import AXES, REST
+from hyper_parallel.trainer.config.section import STRICT, Problem, Section
+from hyper_parallel.trainer.config.sections.checkpoint import AUTO, NEVER, CheckpointConfig
+from hyper_parallel.trainer.config.sections.data import DataConfig
+from hyper_parallel.trainer.config.sections.evaluation import EvalConfig
+from hyper_parallel.trainer.config.sections.launch import LaunchConfig
+from hyper_parallel.trainer.config.sections.log import LogConfig
+from hyper_parallel.trainer.config.sections.model import ModelConfig
+from hyper_parallel.trainer.config.sections.optimizer import OptimizerConfig
+from hyper_parallel.trainer.config.sections.parallel import ParallelConfig
+from hyper_parallel.trainer.config.sections.precision import PrecisionConfig
+from hyper_parallel.trainer.config.sections.recompute import RecomputeConfig
+from hyper_parallel.trainer.config.sections.schedule import ScheduleConfig
+from hyper_parallel.trainer.config.sections.train import TrainConfig
+
+__all__ = ["RunConfig"]
+
+
+@dataclass(config=STRICT, kw_only=True, frozen=True)
+class RunConfig(Section):
+    """A run: what is trained, on what, how, on how many ranks. Frozen; sections may be given as dicts.
+
+    >>> RunConfig(model={"name": "llama-demo"}, train={"steps": 10, "batch": 8}).world_size
+    1
+    """
+
+    model: ModelConfig
+    data: DataConfig = Field(default_factory=DataConfig)
+    train: TrainConfig
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
+    precision: PrecisionConfig = Field(default_factory=PrecisionConfig)
+    recompute: RecomputeConfig = Field(default_factory=RecomputeConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    eval: EvalConfig = Field(default_factory=EvalConfig)
+    log: LogConfig = Field(default_factory=LogConfig)
+    launch: LaunchConfig = Field(default_factory=LaunchConfig)
+
+    @property
+    def nproc(self) -> int:
+        """Processes on this host: as said, or as many as the degrees ask for, "rest" counting as 1."""
+        if self.launch.nproc is not None:
+            return self.launch.nproc
+        given = [getattr(self.parallel, axis) for axis in AXES]
+        return max(1, math.prod(degree for degree in given if degree != REST) // self.launch.hosts)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the run, when it starts its own processes."""
+        return self.nproc * self.launch.hosts
+
+    @property
+    def checkpoint_folder(self) -> Path:
+        """Where checkpoints go."""
+        return Path(self.checkpoint.folder or Path(self.log.folder) / "checkpoints")
+
+    def problems(self) -> Iterator[Problem]:
+        yield from self._problems_of_degrees()
+        if self.train.steps is not None and self.schedule.warmup > self.train.steps:
+            yield Problem(
+                ("schedule.warmup", "train.steps"),
+                f"must be at most the steps of the run, train.steps = {self.train.steps}, got {self.schedule.warmup}",
+            )
+        if self.train.steps is not None and (self.log.trace_step or 0) > self.train.steps:
+            yield Problem(
+                ("log.trace_step", "train.steps"),
+                f"must be one of the steps 1 to train.steps = {self.train.steps}, got {self.log.trace_step}",
+            )
+        every, stays = self.checkpoint.every, self.checkpoint.keep_every
+        if stays and every and stays % every:
+            yield Problem(
+                ("checkpoint.keep_every", "checkpoint.every"),
+                f"must be a multiple of every = {every}, got {stays}: no checkpoint would be of such a step",
+            )
+        resume = self.checkpoint.resume
+        if resume not in (AUTO, NEVER) and not Path(resume).is_dir():
+            yield Problem(
+                ("checkpoint.resume",), f"must be {AUTO!r}, {NEVER!r} or the folder of a checkpoint, got {resume!r}"
+            )
+        if self.checkpoint.export_hugging_face and self.model.build is not None:
+            yield Problem(
+                ("checkpoint.export_hugging_face", "model.build"),
+                "must be false for a model of your own: Hugging Face has no class that would open it",
+            )
+        if self.train.dtype == "float64" and self.precision.compute not in ("same",):
+            yield Problem(
+                ("precision.compute", "train.dtype"),
+                f'must be "same" with train.dtype = "float64", which is for comparing runs, got '
+                f"{self.precision.compute!r}",
+            )
+
+    def _problems_of_degrees(self) -> Iterator[Problem]:
+        keys = [f"parallel.{axis}" for axis in AXES if getattr(self.parallel, axis) not in (1, REST)]
+        try:
+            degrees = self.parallel.degrees.fit(self.world_size)
+        except ValueError as error:
+            yield Problem((*keys, "parallel", "launch.nproc", "launch.hosts", "parallel.ep"), str(error))
+            return
+        parts = degrees.sizes["dp_replicate"] * degrees.sizes["dp_shard"]
+        if self.train.batch < parts:
+            yield Problem(
+                ("train.batch", *keys, "launch.nproc"),
+                f"must be at least dp_replicate x dp_shard = {parts}, one sample for each part of the batch, got "
+                f"{self.train.batch}",
+            )
+        if self.data.length < degrees.sizes["cp"]:
+            yield Problem(
+                ("data.length", "parallel.cp"),
+                f"must be at least cp = {degrees.sizes['cp']}, one token for each part of a sequence, got "
+                f"{self.data.length}",
+            )

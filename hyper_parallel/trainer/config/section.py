@@ -1,0 +1,64 @@
+"""What all sections of a config have in common: how they are checked, and the kinds of values in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, ClassVar, NamedTuple
+
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
+from pydantic.dataclasses import dataclass
+from pydantic_core import PydanticCustomError
+from typing_extensions import Self
+
+from hyper_parallel.launch.durations import seconds_of
+
+__all__ = ["STRICT", "Count", "Duration", "Flag", "Fraction", "Positive", "Problem", "Section", "Text", "Whole"]
+
+STRICT = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+
+def _is_duration(text: str) -> str:
+    try:
+        seconds_of(text)
+    except ValueError as error:
+        raise PydanticCustomError("allowed", "{allowed}", {"allowed": str(error)}) from None
+    return text
+
+
+# A text is no number, 1 is no flag: nothing is converted but whole numbers where any number will do.
+Count = Annotated[int, Field(strict=True, ge=1)]
+Whole = Annotated[int, Field(strict=True, ge=0)]
+Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(strict=True, ge=0, le=1)]
+Flag = Annotated[bool, Field(strict=True)]
+Text = Annotated[str, Field(min_length=1)]
+Duration = Annotated[str, AfterValidator(_is_duration)]
+
+
+class Problem(NamedTuple):
+    """Values that are each allowed and do not go together; the first key is where it is reported."""
+
+    keys: tuple[str, ...]
+    what: str
+
+
+@dataclass(config=STRICT, kw_only=True, frozen=True)
+class Section:
+    """One table of a config."""
+
+    # Keys of which one is given. One that a later file or --set gives takes the place of the others.
+    ALTERNATIVES: ClassVar[tuple[str, ...]] = ()
+    # Keys that are about the alternative they were given with, and go when it goes.
+    WITH_ALTERNATIVE: ClassVar[tuple[str, ...]] = ()
+
+    def problems(self) -> Iterator[Problem]:
+        """What is wrong between the values of this section, keys relative to it."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _raise_problems(self) -> Self:
+        found = list(self.problems())
+        if found:
+            text = "; ".join(f"{problem.keys[0]}: {problem.what}" for problem in found)
+            raise PydanticCustomError("problems", "{text}", {"text": text, "problems": found})
+        return self

@@ -1,0 +1,150 @@
+"""``[model]``: which model is trained and what its first values are."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from hyper_parallel.models.llama_config import LlamaConfig
+from hyper_parallel.models.llama_sizes import LLAMA_SIZES
+from hyper_parallel.trainer.config.builders import problems_of_call
+from hyper_parallel.trainer.config.section import STRICT, Count, Fraction, Positive, Problem, Section, Text
+
+__all__ = ["SCRATCH", "LoraConfig", "ModelConfig"]
+
+SCRATCH = "scratch"
+_PLAIN = "llama"  # the sizes of LlamaConfig, all of which args may change
+
+
+@dataclass(config=STRICT, kw_only=True, frozen=True)
+class LoraConfig(Section):
+    """Low-rank adapters are trained, and the model's own weights are not."""
+
+    rank: Count
+    """Width of the adapters."""
+    alpha: Positive = 16.0
+    """The adapters' output is multiplied by alpha / rank."""
+    dropout: Fraction = 0.0
+    """Part of the adapters' inputs that is zeroed in training."""
+    targets: tuple[Text, ...] = ("*proj*", "*attention.*", "*feed_forward.*")
+    """Patterns of the names of linear layers that get an adapter."""
+
+
+@dataclass(config=STRICT, kw_only=True, frozen=True)
+class ModelConfig(Section):
+    """Which model is trained: one of `name`, `hugging_face` and `build`."""
+
+    ALTERNATIVES: ClassVar[tuple[str, ...]] = ("name", "hugging_face", "build")
+    WITH_ALTERNATIVE: ClassVar[tuple[str, ...]] = ("args",)
+
+    name: Text | None = None
+    """A size of the reference model, "llama-8b"; or "llama", with its sizes in [model.args]."""
+    hugging_face: Text | None = None
+    """A folder with a Hugging Face config.json, or the path of one (PyTorch only)."""
+    build: Text | None = None
+    """A function that builds the model, "package.module:function"; it gets [model.args]."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """With name: sizes that differ. With hugging_face: values of config.json that differ. With build: its arguments."""
+    weights: Text | None = None
+    """The first values: "scratch" (the default but for hugging_face, where it must be said) or a folder with them."""
+    lora: LoraConfig | None = None
+    """Train adapters instead of the weights; needs weights from a folder."""
+
+    @property
+    def from_scratch(self) -> bool:
+        """Whether the first values are drawn and not read."""
+        return self.weights in (None, SCRATCH)
+
+    def problems(self) -> Iterator[Problem]:
+        given = [key for key in self.ALTERNATIVES if getattr(self, key) is not None]
+        if len(given) > 1:
+            yield Problem((given[1], *given), f"is given beside {given[0]}; a run has one model: keep one of them")
+        elif not given:
+            yield Problem(
+                ("name", *self.ALTERNATIVES),
+                'is missing: give name = "llama-8b", hugging_face = "folder" or build = "package.module:function"',
+            )
+        elif self.name is not None:
+            yield from self._problems_of_name(self.name)
+        elif self.hugging_face is not None:
+            yield from self._problems_of_hugging_face(self.hugging_face)
+        elif self.build is not None:
+            for key, what in problems_of_call(self.build, self.args):
+                yield Problem(("build",) if key is None else (f"args.{key}", "build"), what)
+        if self.weights not in (None, SCRATCH) and not Path(self.weights).is_dir():
+            yield Problem(
+                ("weights",), f"must be {SCRATCH!r} or a folder; there is no folder {str(self.weights)!r} here"
+            )
+        if self.lora is not None and self.from_scratch:
+            yield Problem(
+                ("lora", "weights"),
+                "adapters on weights that are drawn at random train nothing useful; say where the weights are, "
+                'weights = "folder"',
+            )
+
+    def _problems_of_name(self, name: str) -> Iterator[Problem]:
+        sizes = LlamaConfig() if name == _PLAIN else LLAMA_SIZES.get(name)
+        if sizes is None:
+            names = [_PLAIN, *LLAMA_SIZES]
+            near = difflib.get_close_matches(name, names, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            yield Problem(("name",), f"must be one of {', '.join(names)}, got {name!r}{hint}")
+            return
+        wrong = list(_unknown_args(self.args, [field.name for field in dataclasses.fields(LlamaConfig)], name))
+        for field in dataclasses.fields(LlamaConfig):
+            value, usual = self.args.get(field.name), getattr(sizes, field.name)
+            if value is not None and type(value) is not type(usual):
+                if isinstance(usual, float) and type(value) is int:
+                    continue
+                kind = {int: "a whole number", float: "a number", bool: "true or false"}[type(usual)]
+                wrong.append(Problem((f"args.{field.name}", "name"), f"must be {kind}, got {value!r}"))
+        if not wrong:
+            try:
+                dataclasses.replace(sizes, **self.args)
+            except ValueError as error:
+                what = str(error).removeprefix("LlamaConfig: ")
+                key = next((key for key in self.args if what.startswith(f"{key}=") or f" {key}=" in what), None)
+                key = key or next((key for key in self.args if what.startswith(key)), None)
+                wrong.append(Problem((f"args.{key}" if key else "args", "name"), what))
+        yield from wrong
+
+    def _problems_of_hugging_face(self, given: str) -> Iterator[Problem]:
+        path = Path(given) / "config.json" if Path(given).is_dir() else Path(given)
+        try:
+            values = json.loads(path.read_text())
+        except (OSError, UnicodeDecodeError):
+            yield Problem(
+                ("hugging_face",),
+                f"must be a folder with a config.json, or the path of one, on this machine; {str(path)!r} cannot be "
+                "read",
+            )
+            return
+        except json.JSONDecodeError as error:
+            yield Problem(("hugging_face",), f"{str(path)!r} is not JSON: {error}")
+            return
+        if not isinstance(values, dict) or "model_type" not in values:
+            yield Problem(
+                ("hugging_face",), f"{str(path)!r} is not the config of a Hugging Face model: it has no 'model_type'"
+            )
+            return
+        yield from _unknown_args(self.args, list(values), f"{str(path)!r}")
+        if self.weights is None:
+            yield Problem(
+                ("weights", "hugging_face"),
+                f"is missing: say {SCRATCH!r} to draw new values, or the folder whose weights are trained on",
+            )
+
+
+def _unknown_args(args: dict[str, Any], known: list[str], of: str) -> Iterator[Problem]:
+    for key in args:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(known))}"
+            yield Problem((f"args.{key}", "name", "hugging_face"), f"{of} has no such value; {hint}")
