@@ -122,7 +122,7 @@ def _allowed(error: Mapping[str, Any]) -> str:
 def _near_literal(given: Any, errors: Sequence[Mapping[str, Any]]) -> str:
     expected = [error["ctx"]["expected"] for error in errors if error["type"] == "literal_error"]
     names = [part for text in expected for part in text.split("'")[1::2]]
-    near = difflib.get_close_matches(given, names, 1) if isinstance(given, str) else []
+    near = difflib.get_close_matches(given.lower(), names, 1) if isinstance(given, str) else []
     return f"; did you mean {near[0]!r}?" if near else ""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from pydantic import Field
@@ -103,10 +104,16 @@ class RunConfig(Section):
 
     def _problems_of_degrees(self) -> Iterator[Problem]:
         keys = [f"parallel.{axis}" for axis in AXES if getattr(self.parallel, axis) not in (1, REST)]
+        world = ("launch.nproc", "launch.hosts")
         try:
-            degrees = self.parallel.degrees.fit(self.world_size)
+            dense = replace(self.parallel.degrees, ep=1).fit(self.world_size)
         except ValueError as error:
-            yield Problem((*keys, "parallel", "launch.nproc", "launch.hosts", "parallel.ep"), str(error))
+            yield Problem((*keys, "parallel", *world), str(error))
+            return
+        try:
+            degrees = replace(dense, ep=self.parallel.ep).fit(self.world_size)
+        except ValueError as error:
+            yield Problem(("parallel.ep", *keys, *world), str(error))
             return
         parts = degrees.sizes["dp_replicate"] * degrees.sizes["dp_shard"]
         if self.train.batch < parts:
