@@ -50,7 +50,7 @@ BAD = {
         '[parallel]\nkeep_whole = ["a",\n  3]\n',
         "7: parallel.keep_whole[1]: must be a text in quotes, got 3",
     ),
-    "a date": ("[train.seed]\nx = 2026-11-18\n", "6: train.seed: must be a whole number, got { x = 2026-11-18 }"),
+    "a date": ("[train.seed]\nx = 2026-11-18\n", '6: train.seed: must be a whole number, got { x = "2026-11-18" }'),
     "infinity": ("[optimizer]\nlr = inf\n", "7: optimizer.lr: must be a finite number, got inf"),
     # ranges
     "no rank": ("[parallel]\ncp = 0\n", "7: parallel.cp: must be at least 1 or 'rest', got 0"),
@@ -150,7 +150,7 @@ BAD = {
         "6: eval.data: is missing: every = 5 evaluates on samples of [eval.data]",
     ),
     "a file that is not": (
-        '[data]\nkind = "bytes"\npath = "nowhere.txt"\n',
+        '[data]\nkind = "text"\npath = "nowhere.txt"\n',
         "8: data.path: must be a file or folder of this machine; there is no 'nowhere.txt'",
     ),
     "adapters on noise": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
@@ -69,19 +70,26 @@ def _check(values: dict[str, Any]) -> tuple[RunConfig | None, list[Finding]]:
     left = deepcopy(values)
     for _ in range(_MOST_ROUNDS):
         try:
-            config = adapter.validate_python(left)
+            config = adapter.validate_json(
+                json.dumps(left, default=str)
+            )  # Strict sections take lists and tables of JSON only.
             return (None if findings else config), findings
         except ValidationError as error:
             found = mistakes_of(error, RunConfig)
         meant = {finding.meant for finding in found if finding.meant is not None}
         doubtful |= meant | {key[:depth] for key in meant for depth in range(1, len(key))}
-        new = [finding for finding in found if not finding.concerns & doubtful]
+        new = [finding for finding in found if not _follows(finding, doubtful)]
         findings += new
         doubtful |= {finding.key for finding in new}
         taken_out = [_take_out(left, finding.key) for finding in found]
         if not any(taken_out):
             break
     return None, findings
+
+
+def _follows(finding: Finding, doubtful: set[Key]) -> bool:
+    """Whether it may be only because of a key that was taken out, itself or one below it."""
+    return any(wrong[: len(key)] == key for key in finding.concerns for wrong in doubtful)
 
 
 def _take_out(values: Any, key: Key) -> bool:

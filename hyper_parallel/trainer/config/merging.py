@@ -25,8 +25,9 @@ def _lay_over(
     values: dict[str, Any], places: dict[Key, str], layer: Layer, given: Mapping[str, Any], at: Key, shape: Shape
 ) -> None:
     section = shape.section
-    if section is not None and any(name in given for name in section.ALTERNATIVES):
-        others = [name for name in section.ALTERNATIVES if name not in given and name in values]
+    if section is not None and issubclass(section, Section):
+        chosen = any(name in given for name in section.ALTERNATIVES)
+        others = [name for name in section.ALTERNATIVES if chosen and name not in given and name in values]
         for name in [*others, *(section.WITH_ALTERNATIVE if others else ())]:
             values.pop(name, None)
     for name, value in given.items():

@@ -105,9 +105,9 @@ def _finding(key: Key, errors: Sequence[Mapping[str, Any]], kind: type[Section])
     if any(error["type"] in ("dataclass_type", "dataclass_exact_type", "dict_type") for error in errors):
         what = f"must be a table, [{dotted(key)}], got {_shown(given)}"
         return Finding(key, what, frozenset([key]))
+    if first["type"] == "value_error":
+        return Finding(key, str(first["ctx"]["error"]), frozenset([key]))
     allowed = list(dict.fromkeys(filter(None, (_allowed(error) for error in errors))))
-    if "missing" in {error["type"] for error in errors}:
-        allowed = ["a list of as many values as the default has"]
     near = _near_literal(given, errors)
     return Finding(key, f"must be {' or '.join(allowed)}, got {_shown(given)}{near}", frozenset([key]))
 
