@@ -3,8 +3,9 @@
 Note [Which launcher counts]
 ----------------------------
 Launchers are nested: ``srun`` starts a ``torchrun`` on each host, which starts the ranks. The innermost one knows the
-ranks, so torchrun comes before all others. A program that sets RANK and WORLD_SIZE by hand under another launcher must
-say what that one says: a RANK that was left from another job would otherwise put two processes on one place.
+ranks, so torchrun and our own launcher come before all others. A program that sets RANK and WORLD_SIZE by hand under
+another launcher must say what that one says: a RANK that was left from another job would otherwise put two processes on
+one place.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def find_place(environment: Mapping[str, str] | None = None) -> Place | None:
     if not found:
         return None
     first = found[0]
-    if first.launcher == "torchrun":
+    if first.launcher in ("torchrun", "hyper-parallel"):
         return first
     for other in found[1:]:
         if (other.rank, other.size) != (first.rank, first.size):
@@ -107,6 +108,8 @@ def _by_torchrun(variables: Mapping[str, str]) -> Place | None:
     if "RANK" not in variables or "WORLD_SIZE" not in variables:
         return None
     launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in variables else "RANK and WORLD_SIZE"
+    if "HYPER_PARALLEL_LAUNCHER" in variables:
+        launcher = "hyper-parallel"
     alone = "127.0.0.1" if variables["WORLD_SIZE"].strip() == "1" else None
     return _place(variables, launcher, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", alone, None)
 

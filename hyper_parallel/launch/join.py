@@ -7,6 +7,7 @@ import socket
 from datetime import timedelta
 
 from hyper_parallel.launch.environments import Place, find_place
+from hyper_parallel.launch.errors import report_errors
 from hyper_parallel.launch.interfaces import address_towards, interface_of
 from hyper_parallel.platform import get_platform
 
@@ -18,11 +19,13 @@ _INTERFACES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 def join(*, timeout: timedelta | float | None = None) -> Place:
     """Join the world of this process and say where in it this process is.
 
-    Started by torchrun, srun, mpirun or msrun, or with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set: that world.
-    Started by nobody: a world of one, so that the same program runs alone. The network interface that leads to the
-    meeting place is chosen unless GLOO_SOCKET_IFNAME (HCCL_IF_IP on Ascend) says which. ``timeout``, in seconds or as a
-    timedelta, is that of the world's communication. A world that was joined already stays as it is.
+    Started by ``hyper-parallel launch``, torchrun, srun, mpirun or msrun, or with RANK, WORLD_SIZE, MASTER_ADDR and
+    MASTER_PORT set: that world. Started by nobody: a world of one, so that the same program runs alone. The network
+    interface that leads to the meeting place is chosen unless GLOO_SOCKET_IFNAME (HCCL_IF_IP on Ascend) says which.
+    ``timeout``, in seconds or as a timedelta, is that of the world's communication. A world that was joined already
+    stays as it is. An error that ends the process later is written down for the launcher.
     """
+    report_errors()
     platform = get_platform()
     if _is_joined():
         rank, size = platform.get_rank(), platform.get_world_size()

@@ -70,9 +70,8 @@ def _check(values: dict[str, Any]) -> tuple[RunConfig | None, list[Finding]]:
     left = deepcopy(values)
     for _ in range(_MOST_ROUNDS):
         try:
-            config = adapter.validate_json(
-                json.dumps(left, default=str)
-            )  # Strict sections take lists and tables of JSON only.
+            # As JSON: from Python, strict sections take neither lists for tuples nor tables for sections.
+            config = adapter.validate_json(json.dumps(left, default=str))
             return (None if findings else config), findings
         except ValidationError as error:
             found = mistakes_of(error, RunConfig)
