@@ -9,6 +9,7 @@ every rank, or the exit status is 1.
 """
 
 import argparse
+import json
 import os
 import random
 import signal
@@ -16,11 +17,9 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from launch import INIT_METHOD_VARIABLE, RankFailure, run_ranks, say
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -134,6 +133,11 @@ def draw_layouts(model: Any, svg_path: str | None) -> str:
     return captured.get()
 
 
+def say(message: dict[str, Any]) -> None:
+    """Called by a rank: send a message to the process that started it."""
+    print(json.dumps(message), flush=True)
+
+
 def run_rank(num_steps: int, kill_rank: int | None, svg_path: str | None) -> None:
     """What each of the processes of the cut run does."""
     import torch
@@ -141,11 +145,8 @@ def run_rank(num_steps: int, kill_rank: int | None, svg_path: str | None) -> Non
     import hyper_parallel as hp
 
     torch.set_num_threads(1)
-    platform = hp.get_platform()
-    rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    platform.init_process_group(
-        init_method=os.environ[INIT_METHOD_VARIABLE], rank=rank, world_size=num_ranks, timeout=timedelta(seconds=600)
-    )
+    place = hp.launch.join(timeout=600)
+    rank, num_ranks = place.rank, place.size
     mesh = hp.init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("tp",))
     model = hp.parallelize_module(make_model(), mesh, hp.models.llama_plan(sequence_parallel=True))
 
@@ -155,6 +156,7 @@ def run_rank(num_steps: int, kill_rank: int | None, svg_path: str | None) -> Non
         if rank == kill_rank and step == num_steps // 2:
             os.kill(os.getpid(), signal.SIGKILL)
         losses.append(loss)
+        hp.launch.note_step(step)
         if rank == 0:
             say({"step": step})
 
@@ -168,7 +170,7 @@ def run_rank(num_steps: int, kill_rank: int | None, svg_path: str | None) -> Non
     memory = memory_of(model)
     drawing = draw_layouts(model, svg_path)
     say({"losses": losses, "speed": speed, "memory": memory, "collectives": by_op, "drawing": drawing})
-    platform.destroy_process_group()
+    hp.get_platform().destroy_process_group()
 
 
 # ---------------------------------------------------------------- both runs side by side
@@ -266,6 +268,8 @@ def run_demo(num_ranks: int, num_steps: int, kill_rank: int | None, svg_path: st
     """Train once in this process, once over `num_ranks` processes, compare; the exit status."""
     import torch
 
+    from hyper_parallel import launch
+
     torch.set_num_threads(1)
     console = Console(highlight=False)
     start = time.perf_counter()
@@ -282,20 +286,24 @@ def run_demo(num_ranks: int, num_steps: int, kill_rank: int | None, svg_path: st
 
         speed, _ = train(model, num_steps, on_step)
         single = {"speed": speed, "memory": memory_of(model)}
-        command = [sys.executable, os.path.abspath(__file__), "--steps", str(num_steps)]
-        command += [] if kill_rank is None else ["--kill-rank", str(kill_rank)]
-        command += [] if svg_path is None else ["--svg", svg_path]
-        if console.is_terminal and console.color_system:
-            os.environ[COLOURS_VARIABLE] = "1"
-        try:
-            for rank, message in run_ranks(command, num_ranks, silence_seconds=600.0):
+
+        def hear(rank: int, line: str) -> None:
+            if line.startswith("{"):
+                message = json.loads(line)
                 if "step" in message:
                     on_cut(message["step"], None)
                 else:
                     told[rank] = message
-        except RankFailure as failure:
+
+        if console.is_terminal and console.color_system:
+            os.environ[COLOURS_VARIABLE] = "1"
+        try:
+            status = launch.run_local(run_rank, num_ranks, args=[num_steps, kill_rank, svg_path], on_line=hear)
+        except launch.RankFailure as failure:
             console.print(f"The sharded run failed: {failure}", style="bold red", markup=False, soft_wrap=True)
             return 1
+    if status:
+        return status
 
     ranks = [told[rank] for rank in range(num_ranks)]
     console.print(Text.from_ansi(ranks[0]["drawing"]), soft_wrap=True)
@@ -331,9 +339,6 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.ranks < 1 or arguments.steps < 1:
         parser.error("--ranks and --steps must be at least 1")
-    if INIT_METHOD_VARIABLE in os.environ:
-        run_rank(arguments.steps, arguments.kill_rank, arguments.svg)
-        return 0
     return run_demo(arguments.ranks, arguments.steps, arguments.kill_rank, arguments.svg)
 
 
