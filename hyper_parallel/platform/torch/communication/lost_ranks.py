@@ -8,10 +8,11 @@ name the first one that did.
 from __future__ import annotations
 
 import json
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import astuple
 from datetime import timedelta
 from typing import Any
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from hyper_parallel.platform.host.shared_segment import ProcessIdentity
 from hyper_parallel.platform.torch.private_api import default_store
 
+_SECONDS_TO_ANSWER = 5.0
 _SECONDS_TO_END = 1.0  # a killed process closes its connections a moment before it is gone
 _introduced: set[weakref.ref] = set()  # the world in which this process has left its identity
 # Each gives why communication failed, if that is known for sure, and what else is known (``ledgers.py``).
@@ -94,6 +96,9 @@ def named(error: RuntimeError) -> CommunicationError:
         return CommunicationError(str(error))
     rank = dist.get_rank()
     known: list[str] = []
+    if not _store_answers():
+        gone = "the host of the world's store, that of rank 0, does not answer: it is down, or the network to it is"
+        return CommunicationError(f"communication failed on rank {rank}: {gone}: {error}")
     try:
         for explain in explanations:
             reasons, known = explain()
@@ -109,6 +114,19 @@ def named(error: RuntimeError) -> CommunicationError:
             "have called something else (HYPER_PARALLEL_CHECK_COLLECTIVES=1 compares)"
         ]
     return CommunicationError("\n".join([f"communication failed on rank {rank}: {', '.join(gone)}: {error}", *known]))
+
+
+def _store_answers() -> bool:
+    """Whether the store says anything in time; over a network that is down a question to it would wait for ever."""
+    asking = threading.Thread(target=_ask_store, daemon=True)
+    asking.start()
+    asking.join(_SECONDS_TO_ANSWER)
+    return not asking.is_alive()
+
+
+def _ask_store() -> None:
+    with suppress(RuntimeError):  # That it has gone is an answer.
+        world_store().check([_card(0)])
 
 
 def _find_gone(rank: int, may_be_ending: bool) -> list[str]:
