@@ -37,12 +37,12 @@ class Death:
     @property
     def is_echo(self) -> bool:
         """Whether it died because another rank was gone."""
-        return self.status > 0 and self.error is not None and self.error.is_echo
+        return self.error is not None and self.error.is_echo
 
     @property
     def order(self) -> tuple[int, float]:
         """The cause comes first. See Note [The cause among the deaths]."""
-        kind = 0 if self.status < 0 else 2 if self.is_echo else 1
+        kind = 2 if self.is_echo else 0 if self.status < 0 else 1
         return kind, self.time
 
 
@@ -84,7 +84,7 @@ def tell(deaths: Sequence[Death], world_size: int, folder: Path, stubborn: Seque
     at_step = "" if cause.step is None else f" at step {cause.step}"
     host = cause.error.host if cause.error is not None else socket.gethostname()
     text = [f"rank {cause.rank} {how_ended(cause.status)}{at_step} on host {host}; the other ranks were stopped"]
-    if cause.error is not None and cause.status > 0:
+    if cause.error is not None:
         text += cause.error.traceback.rstrip().splitlines()
     else:
         text += [f"  rank {cause.rank}: {line}" for line in last_lines(log_path(folder, cause.rank), _MOST_LINES)]

@@ -9,6 +9,7 @@ from datetime import timedelta
 from hyper_parallel.launch.environments import Place, find_place
 from hyper_parallel.launch.errors import report_errors
 from hyper_parallel.launch.interfaces import address_towards, interface_of
+from hyper_parallel.launch.roll_call import call_roll
 from hyper_parallel.platform import get_platform
 
 __all__ = ["join"]
@@ -16,14 +17,15 @@ __all__ = ["join"]
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 
 
-def join(*, timeout: timedelta | float | None = None) -> Place:
+def join(*, timeout: timedelta | float | None = None, start_timeout: float = 300.0) -> Place:
     """Join the world of this process and say where in it this process is.
 
     Started by ``hyper-parallel launch``, torchrun, srun, mpirun or msrun, or with RANK, WORLD_SIZE, MASTER_ADDR and
     MASTER_PORT set: that world. Started by nobody: a world of one, so that the same program runs alone. The network
     interface that leads to the meeting place is chosen unless GLOO_SOCKET_IFNAME (HCCL_IF_IP on Ascend) says which.
-    ``timeout``, in seconds or as a timedelta, is that of the world's communication. A world that was joined already
-    stays as it is. An error that ends the process later is written down for the launcher.
+    ``timeout``, in seconds or as a timedelta, is that of the world's communication. A rank that has not come within
+    ``start_timeout`` seconds is named on all that have. A world that was joined already stays as it is. An error that
+    ends the process later is written down for the launcher.
     """
     report_errors()
     platform = get_platform()
@@ -40,6 +42,8 @@ def join(*, timeout: timedelta | float | None = None) -> Place:
     method = f"tcp://{f'[{place.address}]' if ':' in place.address else place.address}:{place.port}"
     if place.launcher in ("torchrun", "msrun"):
         method = "env://"  # Their own store and scheduler listen at the port; the platform knows what to do.
+    elif place.size > 1:
+        call_roll(place.rank, place.size, place.address, place.port, start_timeout)
     platform.init_process_group(init_method=method, timeout=limit, world_size=place.size, rank=place.rank)
     return place
 

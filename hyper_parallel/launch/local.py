@@ -76,8 +76,13 @@ def run_local(
     logs.mkdir(parents=True, exist_ok=True)
     job = Job(command, nproc, hosts, host_rank, _master(master, hosts), logs, environment or {})
     supervisor = _Supervisor(job, limit, on_line, end_seconds, stop_seconds)
-    with _Signals(supervisor):
-        status = supervisor.run(max_restarts)
+    try:
+        with _Signals(supervisor):
+            status = supervisor.run(max_restarts)
+    except ValueError:  # Nothing could be started.
+        if temporary:
+            shutil.rmtree(logs, ignore_errors=True)
+        raise
     if temporary:
         shutil.rmtree(logs, ignore_errors=True)
     return status

@@ -176,7 +176,7 @@ def _start(job: Job, attempt: int, local_rank: int, environment: Mapping[str, st
                 stderr=subprocess.STDOUT,
                 env={**environment, "RANK": str(rank), "LOCAL_RANK": str(local_rank)},
                 start_new_session=True,
-                preexec_fn=die_with_the_launcher,  # This process has one thread.
+                preexec_fn=die_with_the_launcher,  # It takes no lock that another thread might hold.
             )
         except OSError as error:
             raise ValueError(f"cannot start {job.command[0]!r}: {error.strerror}") from None

@@ -14,7 +14,7 @@ from tests.commands import command_environment
 PROGRAM = """
 import os
 import hyper_parallel as hp
-place = hp.launch.join(timeout=60)
+place = hp.launch.join(timeout=60, start_timeout=float(os.environ.get("TEST_START", 60)))
 again = hp.launch.join()
 assert (again.rank, again.size) == (place.rank, place.size), "a second call changes nothing"
 platform = hp.get_platform()
@@ -65,7 +65,17 @@ def _slurm(rank: int) -> dict[str, str]:
     }
 
 
-PORT = _free_port()
+def _open_mpi(rank: int) -> dict[str, str]:
+    return {
+        "OMPI_COMM_WORLD_RANK": str(rank),
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+        "MASTER_PORT": _PORT_OF_OPEN_MPI,
+    }
+
+
+PORT, _PORT_OF_OPEN_MPI = _free_port(), _free_port()
 
 
 def test_alone():
@@ -78,6 +88,18 @@ def test_by_the_variables_of_slurm():
     for rank, (code, output) in enumerate(_run([_slurm(rank) for rank in range(2)])):
         assert code == 0, output
         assert f"{rank} 2 srun [0, 1] lo" in output
+
+
+def test_by_the_variables_of_open_mpi():
+    for rank, (code, output) in enumerate(_run([_open_mpi(rank) for rank in range(2)])):
+        assert code == 0, output
+        assert f"{rank} 2 Open MPI's mpirun [0, 1] lo" in output
+
+
+def test_a_rank_that_does_not_come_is_named():
+    ((code, output),) = _run([_slurm(0) | {"TEST_START": "0.5", "MASTER_PORT": _free_port()}])
+    assert code == 1
+    assert "TimeoutError: rank 1 of 2 has not come within 0.5 s" in output
 
 
 @pytest.mark.parametrize("wrong", ["no.such.host.invalid"])

@@ -159,6 +159,7 @@ def test_a_function_of_a_script(tmp_path):
 )
 def test_mistakes_in_the_call(call, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with pytest.raises(ValueError, match=said):
         call()
     assert os.listdir(tmp_path) == []
@@ -208,6 +209,18 @@ def test_a_kill_comes_before_the_errors_it_causes(script, tmp_path):
     assert "connection closed" not in text
     assert "others: rank 0 ended with status 1" in text
     assert _gone(tmp_path)
+
+
+def test_an_abort_behind_an_error_about_another_rank_is_an_echo(script):
+    command = script(
+        "class CommunicationError(RuntimeError): pass\n"
+        "if rank == 1:\n    time.sleep(0.1); raise ValueError('the cause')\n"
+        "import atexit; atexit.register(os.abort)\n"
+        "raise CommunicationError('rank 1 is gone')\n"
+    )
+    text, _ = _fail(command, 2)
+    assert text.startswith("rank 1 ended with status 1") and "ValueError: the cause" in text
+    assert "others: rank 0 lost the connection" in text
 
 
 def test_logs_stay_after_a_failure_and_go_after_a_success(script, tmp_path, monkeypatch):
