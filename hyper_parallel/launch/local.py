@@ -70,11 +70,12 @@ def run_local(
     """
     limit = seconds_of(stop_after) if isinstance(stop_after, str) else stop_after
     _check(nproc, hosts, host_rank, max_restarts)
+    where = _master(master, hosts)
     command = command_of(target, args)
     temporary = folder is None
     logs = Path(tempfile.mkdtemp(prefix="hyper_parallel_")) if folder is None else Path(folder) / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    job = Job(command, nproc, hosts, host_rank, _master(master, hosts), logs, environment or {})
+    job = Job(command, nproc, hosts, host_rank, where, logs, environment or {})
     supervisor = _Supervisor(job, limit, on_line, end_seconds, stop_seconds)
     try:
         with _Signals(supervisor):

@@ -24,7 +24,9 @@ import os, pathlib, signal, sys, time
 from hyper_parallel.launch import StopRequest, note_checkpoint, note_step
 rank, attempt = int(os.environ["RANK"]), int(os.environ["HYPER_PARALLEL_ATTEMPT"])
 here = pathlib.Path(os.environ["TEST_FOLDER"])
-(here / f"pid-{rank}-{attempt}").write_text(str(os.getpid()))
+aside = here / f"aside-{rank}-{attempt}"
+aside.write_text(str(os.getpid()))
+aside.rename(here / f"pid-{rank}-{attempt}")  # whole, even if this rank is ended here
 print(f"rank {rank} is here", flush=True)
 """
 WAIT = "time.sleep(60)\n"
