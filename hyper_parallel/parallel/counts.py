@@ -54,23 +54,24 @@ def num_targets(labels: Any) -> Any:
 
 
 def total_counts(
-    parts: Sequence[Counts], mesh: DeviceMesh, compute_axes: Sequence[str], flag: int
+    parts: Sequence[Counts], mesh: DeviceMesh, compute_axes: Sequence[str], tell: Sequence[int]
 ) -> tuple[Counts, Any]:
-    """The counts of the whole batch, and the sum of all ranks' flags.
+    """The counts of the whole batch, and the sums of what all ranks tell.
 
     Ranks of one line along ``compute_axes`` have the same rows, so one of them counts them.
 
-    forward: all-reduce of four numbers over all ranks; no backward.
+    forward: all-reduce of a few numbers over all ranks; no backward.
     """
     vector = parts[0].vector()
     for part in parts[1:]:
         vector = vector + part.vector()
     if any(mesh.get_local_rank(axis) for axis in compute_axes):
         vector = vector * 0
-    vector = _platform.cat([vector, _number(flag, vector).reshape(1)], 0)
+    if tell:
+        vector = _platform.cat([vector, _platform.index_tensor([list(tell)], vector.device).reshape(-1)], 0)
     if mesh.size() > 1:
         vector = _platform.all_reduce(vector, mesh.get_group(tuple(range(mesh.ndim))))
-    return Counts(vector[0], vector[1], vector[2]), vector[3]
+    return Counts(vector[0], vector[1], vector[2]), vector[3:]
 
 
 def _number(value: int, like: Any) -> Any:

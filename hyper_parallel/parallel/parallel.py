@@ -49,12 +49,14 @@ class Parallel:
         self.microbatches = microbatches
         self._meshes = meshes
         self._loss = loss
-        #: A number that each rank may set, and their sum as of the last step: it travels with the number of targets.
+        #: Numbers that each rank may set, and their sums as of the last step: they travel with the number of targets.
         #: The number of the next step, which random numbers are addressed by; in checkpoints.
         self.step = 0
         self._first_row, self._num_rows = (0, -1), 0
-        self.flag = 0
-        self.flags: Any = None
+        self.tell: tuple[int, ...] = ()
+        self.told: Any = None
+        #: The targets and rows of the last step's whole batch, as tensors.
+        self.counts: Counts | None = None
         self._wrapper = model if isinstance(model, HSDPModule) else None
 
     @property
@@ -121,7 +123,8 @@ class Parallel:
         self._num_rows = num_rows(batch)
         parts = list(micro_batches(batch, self.microbatches))
         counts = [self._loss.counts(part.values, part.rows, like) for part in parts]
-        total, self.flags = total_counts(counts, self._meshes.world, ("cp", "tp"), self.flag)
+        total, self.told = total_counts(counts, self._meshes.world, ("cp", "tp"), self.tell)
+        self.counts = total
         if not self._loss.is_counted_before:
             return self._step_counted_behind(parts, like, backward)
         shares = []

@@ -121,12 +121,12 @@ def test_explanation():
         assert name == 'Parallel(Llama, "dp_shard=2, tp=2", microbatches=1)'
 
 
-def test_a_flag_travels_with_the_number_of_targets():
+def test_what_ranks_tell_travels_with_the_number_of_targets():
     def work():
         run = hp.parallelize(_llama(), "dp_shard=2, tp=2")
-        run.flag = get_platform().get_rank() == 3
+        run.tell = (int(get_platform().get_rank() == 3), 10)
         ids = torch.zeros(1, 8, dtype=torch.long)
         run.forward_backward(ids, labels=ids)
-        return int(run.flags)
+        return run.told.tolist(), int(run.counts.targets)
 
-    assert threads(4).run(work) == [1] * 4
+    assert threads(4).run(work) == [([1, 40], 16)] * 4

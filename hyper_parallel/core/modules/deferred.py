@@ -49,9 +49,8 @@ def materialize(module: Any, *, device: Any = None, init: Callable[[Any], Any] |
     """Give the parameters without memory this rank's block and its initial values, in place; the module.
 
     Values come from the modules' own ``reset_parameters`` (on MindSpore from the initializers that the parameters were
-    made with), from the inside out as constructors run, or from ``init(module)`` where a model has a function of its
-    own for it (``init=lambda model: model.init_weights()``). Models of Hugging Face get the distribution that their
-    class defines (:func:`hugging_face_init`). Parameters that a constructor set to one number keep it.
+    made with), from the inside out as constructors run; from ``module.init_weights()`` where the module has it, or from
+    ``init(module)``. Models of Hugging Face get the distribution that their class defines (:func:`hugging_face_init`). Parameters that a constructor set to one number keep it.
     All random numbers are HyperParallel's (``hyper_parallel.manual_seed``): the values have the same bits under every
     layout, on one device as well. No communication. A parameter that nothing gives a value is an error that names it.
     """
@@ -73,6 +72,10 @@ def materialize(module: Any, *, device: Any = None, init: Callable[[Any], Any] |
             wanted = list(made.values())
             if wanted and has_own_distribution(module):
                 hugging_face_init(module)
+                wanted = [one for one in wanted if not one.has_values()]
+            elif wanted and callable(getattr(module, "init_weights", None)):
+                with draws_of_module(module):
+                    module.init_weights()
                 wanted = [one for one in wanted if not one.has_values()]
             platform.reset_parameters(module, [one.distributed for one in wanted], fill_random_, draws_of_module)
     missing = [one.name for one in made.values() if not one.has_values()]
