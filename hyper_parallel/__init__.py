@@ -64,6 +64,7 @@ _HOME_OF = {
     "hsdp_sync_stream": f"{_FULLY_SHARD}.mean_share",
     "share_of_mean": f"{_FULLY_SHARD}.mean_share",
     "set_model_state_dict": f"{_FULLY_SHARD}.model_state",
+    "Trainer": "hyper_parallel.trainer.trainer",
     "RunConfig": "hyper_parallel.trainer.config.run_config",
     "explain": f"{_DTENSOR}.explain",
     "redistribute_local": f"{_DTENSOR}.tensor_redistribution",

@@ -11,6 +11,7 @@ from hyper_parallel.cli.data import app as data
 from hyper_parallel.cli.doctor import doctor
 from hyper_parallel.cli.dry_run import dry_run
 from hyper_parallel.cli.launch import launch
+from hyper_parallel.cli.train import train
 
 app = typer.Typer(
     name="hyper-parallel",
@@ -23,6 +24,7 @@ app.command("doctor")(doctor)
 app.command("dry-run")(dry_run)
 app.command("config")(config)
 app.command("schema")(schema)
+app.command("train")(train)
 app.command("launch")(launch)
 app.add_typer(ckpt)
 app.add_typer(data)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any
 
 from hyper_parallel.core.activation_memory.recompute import Recomputed
 from hyper_parallel.core.distributed_checkpoint import state_dict as state_dicts
@@ -32,7 +32,6 @@ from hyper_parallel.platform import get_platform
 __all__ = ["Parallel"]
 
 _platform = get_platform()
-Sample = TypeVar("Sample")
 
 
 class Parallel:
@@ -77,7 +76,7 @@ class Parallel:
 
     # ---------------------------------------------------------------- a step
 
-    def mine(self, samples: Sequence[Sample]) -> Sequence[Sample]:
+    def mine(self, samples: Any) -> Any:
         """This rank's share of the samples of a batch, which are the same on every rank: a block of neighbours.
 
         >>> import hyper_parallel as hp, torch
@@ -85,9 +84,15 @@ class Parallel:
         >>> run.mine(range(4))
         range(0, 4)
         """
+        mine = self.part_of(samples)
+        place, num_places = self._meshes.batch_place()
+        self._first_row = parts_of(len(samples), num_places)[place][0], len(mine)
+        return mine
+
+    def part_of(self, samples: Any) -> Any:
+        """What :meth:`mine` gives, of a batch that is not the next one."""
         place, num_places = self._meshes.batch_place()
         begin, end = parts_of(len(samples), num_places)[place]
-        self._first_row = begin, end - begin
         return samples[begin:end]
 
     def forward_backward(self, *args: Any, **batch: Any) -> Any:

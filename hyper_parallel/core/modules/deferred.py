@@ -50,7 +50,8 @@ def materialize(module: Any, *, device: Any = None, init: Callable[[Any], Any] |
 
     Values come from the modules' own ``reset_parameters`` (on MindSpore from the initializers that the parameters were
     made with), from the inside out as constructors run; from ``module.init_weights()`` where the module has it, or from
-    ``init(module)``. Models of Hugging Face get the distribution that their class defines (:func:`hugging_face_init`). Parameters that a constructor set to one number keep it.
+    ``init(module)``. Models of Hugging Face get the distribution that their class defines (:func:`hugging_face_init`).
+    Parameters that a constructor set to one number keep it.
     All random numbers are HyperParallel's (``hyper_parallel.manual_seed``): the values have the same bits under every
     layout, on one device as well. No communication. A parameter that nothing gives a value is an error that names it.
     """

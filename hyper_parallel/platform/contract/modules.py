@@ -112,6 +112,11 @@ class Modules(ABC):
 
     @staticmethod
     @abstractmethod
+    def cast_parameters(module: Any, dtype: str) -> Any:
+        """The module with its floating-point parameters and buffers in ``dtype``, with or without memory."""
+
+    @staticmethod
+    @abstractmethod
     def set_training(module: Any, modes: bool | list[bool]) -> list[bool]:
         """Let the module and those inside it train or not, all alike or each as in a list; what they did before."""
 

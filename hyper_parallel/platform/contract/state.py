@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Any
@@ -35,6 +36,18 @@ class State(ABC):
     @abstractmethod
     def set_extra_states(self, model: Any, states: Any) -> None:
         """Give modules back what they have in the state dict besides tensors."""
+
+    @abstractmethod
+    def new_optimizer(self, name: str, groups: list[dict[str, Any]], options: dict[str, Any]) -> Any:
+        """An optimizer of the framework by name, ``"adamw"``, ``"adam"`` or ``"sgd"``, over groups of parameters."""
+
+    @abstractmethod
+    def step_optimizer(self, optimizer: Any) -> None:
+        """Let an optimizer change its parameters by the gradients that :meth:`get_grad` tells."""
+
+    def peak_memory(self) -> int:
+        """The most bytes that this process had at a time: of the device, or of the host on a CPU."""
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     def optimizer_groups(self, optimizer: Any) -> list[tuple[list[Any], dict[str, Any]]]:
         """(parameters, options as plain values) of each parameter group."""

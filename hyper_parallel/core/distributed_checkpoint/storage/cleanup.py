@@ -86,7 +86,7 @@ def keep_last(directory: CheckpointId, num: int, **storage_options: Any) -> list
         if isinstance(checkpoint, Path) and checkpoint.is_symlink():
             checkpoint.unlink()
         elif isinstance(checkpoint, Path):
-            _remove_checkpoint(checkpoint)
+            remove_checkpoint(checkpoint)
         else:
             _fsspec_storage().remove_checkpoint(checkpoint, **storage_options)
     return older
@@ -106,7 +106,7 @@ def _is_whole(checkpoint: Any, storage_options: dict[str, Any]) -> bool:
         reader.close()
 
 
-def _remove_checkpoint(checkpoint: Path) -> None:
+def remove_checkpoint(checkpoint: Path) -> None:
     """Remove a checkpoint's folder; killed at any moment, it is whole, or the next save removes the rest of it."""
     with opened_folder(checkpoint) as folder, contextlib.ExitStack() as stack:
         saves = named_saves(folder)

@@ -53,6 +53,12 @@ def state_tensors(module: nn.Cell) -> Iterator[Tensor]:
                 yield tensor
 
 
+def cast_parameters(module: nn.Cell, dtype: str) -> nn.Cell:
+    if dtype != "float32":
+        raise ValueError(f"dtype {dtype!r}: on MindSpore's CPU models are trained in float32")
+    return module
+
+
 def set_training(module: nn.Cell, modes: bool | list[bool]) -> list[bool]:
     inside = [cell for _, cell in module.cells_and_names()]
     before = [cell.training for cell in inside]

@@ -17,16 +17,19 @@ from mindspore import Parameter, Tensor, nn
 from mindspore.experimental import optim
 
 from hyper_parallel.platform.mindspore.base.memory import copy_into, from_array, memory_of
+from hyper_parallel.platform.mindspore.dtensor.dtensor_gradients import get_grad
 from hyper_parallel.platform.mindspore.modules.modules import parameters_dict
 
 __all__ = [
     "blank_optimizer_slots",
     "check_optimizer_state",
     "named_state_parameters",
+    "new_optimizer",
     "optimizer_groups",
     "optimizer_slots",
     "set_optimizer_options",
     "set_optimizer_slots",
+    "step_optimizer",
 ]
 
 # By PyTorch's names of slots, the attributes in which MindSpore keeps them, one tensor per parameter.
@@ -166,3 +169,17 @@ def _as_number(value: Any) -> Any:
         return value
     number = value.asnumpy()[()]
     return float(str(number)) if value.dtype == ms.float32 else number.item()
+
+
+# ---------------------------------------------------------------- making and stepping them
+
+_KINDS = {"adamw": optim.AdamW, "adam": optim.Adam, "sgd": optim.SGD}
+
+
+def new_optimizer(name: str, groups: list[dict[str, Any]], options: dict[str, Any]) -> Any:
+    return _KINDS[name](groups, **options)
+
+
+def step_optimizer(optimizer: Any) -> None:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    optimizer(tuple(get_grad(parameter) for parameter in parameters))

@@ -45,6 +45,10 @@ def state_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
     yield from module.buffers()
 
 
+def cast_parameters(module: nn.Module, dtype: str) -> nn.Module:
+    return module.to(getattr(torch, dtype))
+
+
 def set_training(module: nn.Module, modes: bool | list[bool]) -> list[bool]:
     inside = list(module.modules())
     before = [one.training for one in inside]

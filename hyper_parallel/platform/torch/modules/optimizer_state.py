@@ -6,6 +6,7 @@ what it keeps for a group of parameters: ``lr``, ``betas``.
 
 from __future__ import annotations
 
+import resource
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping
 from typing import Any
@@ -18,11 +19,14 @@ from hyper_parallel.platform.torch.modules.state import _without_wrappers, _wrap
 __all__ = [
     "blank_optimizer_slots",
     "named_state_parameters",
+    "new_optimizer",
     "optimizer_groups",
     "optimizer_slots",
+    "peak_memory",
     "set_extra_states",
     "set_optimizer_options",
     "set_optimizer_slots",
+    "step_optimizer",
 ]
 
 # How a step is computed, not what it computes: an optimizer keeps its own choice whatever a checkpoint says.
@@ -147,3 +151,22 @@ def set_optimizer_slots(
 
 def _as_number(value: Any) -> Any:
     return value.item() if isinstance(value, torch.Tensor) else value
+
+
+# ---------------------------------------------------------------- making and stepping them
+
+_KINDS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
+
+
+def new_optimizer(name: str, groups: list[dict[str, Any]], options: dict[str, Any]) -> torch.optim.Optimizer:
+    return _KINDS[name](groups, **options)
+
+
+def step_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+
+
+def peak_memory() -> int:
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,76 @@
+"""The model that a config asks for, without memory, and its first values."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hyper_parallel.core.modules.deferred import deferred_init
+from hyper_parallel.models.llama_config import LlamaConfig
+from hyper_parallel.models.llama_sizes import llama_size
+from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.platform import PlatformType
+
+if TYPE_CHECKING:
+    from hyper_parallel.parallel.parallel import Parallel
+    from hyper_parallel.trainer.config.sections.model import ModelConfig
+
+__all__ = ["build_model", "give_values", "model_vocabulary"]
+
+
+def build_model(config: ModelConfig, dtype: str) -> Any:
+    """The model with parameters of ``dtype`` that have no memory yet, the same on every rank."""
+    platform = get_platform()
+    with deferred_init():
+        if config.name is not None:
+            models = importlib.import_module("hyper_parallel.models")
+            model = models.Llama(_sizes(config))
+        elif config.hugging_face is not None:
+            model = _hugging_face(config)
+        else:
+            module, _, function = str(config.build).partition(":")
+            model = getattr(importlib.import_module(module), function)(**config.args)
+            if not isinstance(model, platform.Module):
+                raise TypeError(f"model.build: {config.build} returned a {type(model).__name__}, not a model")
+        return platform.cast_parameters(model, dtype)
+
+
+def _sizes(config: ModelConfig) -> LlamaConfig:
+    sizes = LlamaConfig() if config.name == "llama" else llama_size(str(config.name))
+    return dataclasses.replace(sizes, **config.args)
+
+
+def _hugging_face(config: ModelConfig) -> Any:
+    if get_platform().platform_type is not PlatformType.PYTORCH:
+        raise ValueError("model.hugging_face: models of Hugging Face are PyTorch's; set HYPER_PARALLEL_PLATFORM=torch")
+    try:
+        transformers = importlib.import_module("transformers")
+    except ImportError:
+        raise ValueError(
+            'model.hugging_face: transformers is not installed; pip install "hyper-parallel[transformers]"'
+        ) from None
+    path = Path(str(config.hugging_face))
+    values = json.loads((path / "config.json" if path.is_dir() else path).read_text())
+    kind = transformers.AutoConfig.for_model(values.pop("model_type"), **{**values, **config.args})
+    return transformers.AutoModelForCausalLM.from_config(kind)
+
+
+def give_values(run: Parallel, config: ModelConfig, seed: int) -> None:
+    """Draw the first values, or read them; every rank its own part."""
+    if config.from_scratch:
+        run.materialize(seed=seed)
+    else:
+        run.load_hugging_face(config.weights, cast=True)
+
+
+def model_vocabulary(model: Any) -> int | None:
+    """How many token ids a model knows; None if it does not say."""
+    config = getattr(model, "config", None)
+    for holder in (config, getattr(config, "text_config", None)):
+        size = getattr(holder, "vocab_size", None)
+        if isinstance(size, int):
+            return size
+    return None

@@ -1,0 +1,80 @@
+"""The checkpoints of a run: one folder each; the newest and chosen ones stay, and the newest whole one is gone on from."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hyper_parallel.core.distributed_checkpoint.storage.cleanup import checkpoints, latest, remove_checkpoint
+from hyper_parallel.launch.notes import note_checkpoint
+from hyper_parallel.platform import get_platform
+from hyper_parallel.trainer.config.sections.checkpoint import AUTO, NEVER
+
+if TYPE_CHECKING:
+    from hyper_parallel.parallel.parallel import Parallel
+    from hyper_parallel.trainer.config.run_config import RunConfig
+
+__all__ = ["Checkpoints"]
+
+_NAME = re.compile(r"step-(\d+)")
+
+
+class Checkpoints:
+    """Saves and loads of one run. Every rank calls every method."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config.checkpoint
+        self.folder = config.checkpoint_folder
+        self._running: tuple[int, Any] | None = None
+
+    def to_resume(self) -> Path | None:
+        """The checkpoint to go on from, None: begin anew."""
+        if self._config.resume == NEVER:
+            return None
+        found = latest(self.folder) if self._config.resume == AUTO and self.folder.is_dir() else None
+        return Path(self._config.resume) if self._config.resume not in (AUTO, NEVER) else found
+
+    def is_due(self, step: int) -> bool:
+        """Whether the config wants a checkpoint of this step."""
+        return bool(self._config.every) and step % self._config.every == 0
+
+    def save(self, run: Parallel, optimizer: Any, step: int, *, at_once: bool = False, **more: Any) -> float:
+        """Save the state behind ``step``; the seconds that training waited.
+
+        In the background unless ``at_once`` or the config says otherwise. The one before is finished first.
+        """
+        begin = time.perf_counter()
+        self.finish()
+        background = self._config.background and not at_once
+        handle = run.save(self.folder / f"step-{step}", optimizer, background=background, **more)
+        if background:
+            self._running = step, handle
+        else:
+            self._completed(step)
+        return time.perf_counter() - begin
+
+    def finish(self) -> None:
+        """Wait for a save in the background; raise what went wrong with it."""
+        if self._running is not None:
+            (step, handle), self._running = self._running, None
+            handle.result()
+            self._completed(step)
+
+    def poll(self) -> None:
+        """Take note of a save in the background that has ended, if one has."""
+        if self._running is not None and self._running[1].done():
+            self.finish()
+
+    def _completed(self, step: int) -> None:
+        note_checkpoint(step)
+        if get_platform().get_rank() == 0:
+            self._remove_old()
+
+    def _remove_old(self) -> None:
+        found = [path for path in checkpoints(self.folder) if _NAME.fullmatch(path.name)]
+        for path in found[: -self._config.keep_last]:
+            step = int(_NAME.fullmatch(path.name)[1])  # type: ignore[index]
+            if not self._config.keep_every or step % self._config.keep_every:
+                remove_checkpoint(path)

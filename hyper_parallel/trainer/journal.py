@@ -1,0 +1,155 @@
+"""What a run tells while it trains: lines in the terminal, ``metrics.jsonl``, and loggers that are installed.
+
+Rank 0 writes. What it needs of the others travels with the number of targets of a step: padding, and every few steps
+the memory of each rank.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hyper_parallel.platform import get_platform
+from hyper_parallel.trainer.loggers import open_loggers
+from hyper_parallel.trainer.metrics import MetricsFile
+
+if TYPE_CHECKING:
+    from hyper_parallel.trainer.config.run_config import RunConfig
+    from hyper_parallel.trainer.trainer import Result, Trainer
+
+__all__ = ["Journal"]
+
+
+class Journal:
+    """The story of one run."""
+
+    def __init__(self, config: RunConfig, trainer: Trainer) -> None:
+        platform = get_platform()
+        self._config, self._trainer = config, trainer
+        self._rank, self._size = platform.get_rank(), platform.get_world_size()
+        mesh = trainer.run.mesh
+        self._counts_rows = not any(mesh.get_local_rank(axis) for axis in ("cp", "tp"))
+        self._writes = self._rank == 0
+        self._begin, self._first_step = time.perf_counter(), trainer.run.step
+        self._metrics: MetricsFile | None = None
+        self._loggers: list[Any] = []
+        if not self._writes:
+            return
+        folder = Path(config.log.folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._metrics = MetricsFile(folder, trainer.run.step)
+        self._loggers = open_loggers(config.log, folder)
+        self._started()
+
+    # ---------------------------------------------------------------- what ranks tell rank 0
+
+    def tells(self, step: int, batch: Any) -> tuple[int, ...]:
+        """Padding of this rank's rows, and on some steps its memory in KiB, each rank at a place of its own."""
+        padding = batch.num_padding if self._counts_rows else 0
+        if not self._is_shown(step):
+            return (padding,)
+        memory = [0] * self._size
+        memory[self._rank] = get_platform().peak_memory() // 1024
+        return (padding, *memory)
+
+    def _is_shown(self, step: int) -> bool:
+        return step % self._config.log.every == 0 or step in (self._first_step + 1, self._trainer.num_steps)
+
+    # ---------------------------------------------------------------- events
+
+    def _started(self) -> None:
+        trainer, config = self._trainer, self._config
+        self._write(
+            "start",
+            step=trainer.run.step,
+            model=trainer.run.name,
+            degrees=str(trainer.run.degrees).strip('"'),
+            ranks=self._size,
+            parameters=sum(_num_elements(one) for one in trainer.run.parameters()),
+            data=trainer.data.describe(),
+            steps=trainer.num_steps,
+            batch=config.train.batch,
+            resumed_from=None if trainer.resumed_from is None else str(trainer.resumed_from),
+        )
+        from_where = f", from {trainer.resumed_from}" if trainer.resumed_from is not None else ""
+        self._say(
+            f"{trainer.run.name} on {self._size} rank{'s' * (self._size > 1)} ({trainer.run.degrees}), steps "
+            f"{trainer.run.step + 1} to {trainer.num_steps}{from_where}"
+        )
+        self._say(f"data: {trainer.data.describe()}")
+
+    def step(self, step: int, measured: dict[str, Any], seconds: float) -> None:
+        """The numbers of a step that took ``seconds``."""
+        if not self._writes:
+            return
+        padding, *memory = measured.pop("told")[1:]
+        tokens = measured["tokens"]
+        values = {
+            "step": step,
+            "position": self._trainer.order.position,
+            **{name: measured[name] for name in ("loss", "grad_norm", "lr", "tokens")},
+            "padding": padding,
+            "tokens_per_second": tokens / seconds,
+            "seconds": {**{name: round(one, 6) for name, one in measured["seconds"].items()}, "all": round(seconds, 6)},
+        }
+        if memory:
+            values["memory_per_rank"] = [one * 1024 for one in memory]
+        self._write("step", **values)
+        for logger in self._loggers:
+            logger.log(step, {name: values[name] for name in ("loss", "grad_norm", "lr", "tokens_per_second")})
+        if self._is_shown(step):
+            self._say(self._line(step, values, memory))
+
+    def _line(self, step: int, values: dict[str, Any], memory: list[int]) -> str:
+        done = step - self._first_step
+        left = (time.perf_counter() - self._begin) / done * (self._trainer.num_steps - step)
+        return (
+            f"step {step:>6}/{self._trainer.num_steps}  loss {values['loss']:.4f}  norm {values['grad_norm']:.3f}  "
+            f"lr {values['lr']:.2e}  {values['tokens_per_second']:,.0f} tokens/s  "
+            f"{max(memory, default=0) / 1024**2:.2f} GiB  {_duration(left)} left"
+        )
+
+    def evaluated(self, step: int, loss: float) -> None:
+        if self._writes:
+            self._write("eval", step=step, loss=loss)
+            for logger in self._loggers:
+                logger.log(step, {"eval_loss": loss})
+            self._say(f"step {step:>6}  evaluation: loss {loss:.4f}")
+
+    def saved(self, step: int, waited: float) -> None:
+        if self._writes:
+            self._write("save", step=step, seconds=round(waited, 6))
+            self._say(f"saved step {step}")
+
+    def ended(self, result: Result) -> None:
+        if self._writes:
+            self._write("end", step=result.step, status=result.status, reason=result.reason)
+            why = f" by {result.reason}" if result.reason else ""
+            self._say(f"{result.status}{why} at step {result.step}")
+
+    def close(self) -> None:
+        for logger in self._loggers:
+            logger.close()
+        if self._metrics is not None:
+            self._metrics.close()
+
+    def _write(self, event: str, **values: Any) -> None:
+        if self._metrics is not None:
+            self._metrics.write(event, **values)
+
+    def _say(self, text: str) -> None:
+        print(text, flush=True)
+
+
+def _num_elements(tensor: Any) -> int:
+    count = 1
+    for size in tensor.shape:
+        count *= size
+    return count
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

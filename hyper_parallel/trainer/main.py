@@ -1,0 +1,61 @@
+"""What each rank of ``hyper-parallel train`` runs, and how they are started."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import TypeAdapter
+
+from hyper_parallel.launch.environments import find_place
+from hyper_parallel.launch.local import run_local
+from hyper_parallel.trainer.config.run_config import RunConfig
+from hyper_parallel.trainer.config.showing import resolved_toml
+
+if TYPE_CHECKING:
+    from hyper_parallel.trainer.config.loading import LoadedConfig
+
+__all__ = ["RESOLVED_FILE", "run_rank", "start"]
+
+RESOLVED_FILE = "resolved.toml"
+
+
+def run_rank(config: str) -> None:
+    """Train as the rank that the environment says this process is; its exit status is that of the run."""
+    from hyper_parallel.trainer.trainer import Trainer
+
+    result = Trainer(TypeAdapter(RunConfig).validate_json(config)).train()
+    if result.exit_code:
+        sys.exit(result.exit_code)
+
+
+def start(loaded: LoadedConfig) -> int:
+    """Train: as one rank where a launcher has started this process, else as all ranks of this host; the exit status."""
+    config = loaded.config
+    folder = Path(config.log.folder)
+    text = config_text(config)
+    place = find_place()
+    if place is None or place.rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / RESOLVED_FILE).write_text(resolved_toml(loaded), encoding="utf-8")
+    if place is not None:
+        run_rank(text)
+        return 0
+    return run_local(
+        run_rank,
+        config.nproc,
+        args=[text],
+        hosts=config.launch.hosts,
+        host_rank=config.launch.host_rank,
+        master=config.launch.master,
+        folder=folder,
+        max_restarts=config.launch.max_restarts,
+    )
+
+
+def config_text(config: RunConfig) -> str:
+    """A config as JSON, to be read by the ranks."""
+    values: dict[str, Any] = TypeAdapter(RunConfig).dump_python(config, mode="json")
+    return json.dumps(values)

@@ -1,0 +1,200 @@
+"""``Trainer``: a run of training from its config, on this process as one rank of its world; the loop.
+
+Note [One reading a step]
+Nothing is read on the host inside a step. Behind it the loss, the norm and what ranks told each other are read at once;
+every rank sees the same numbers, so every rank decides alike: to stop, to save, to give up.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hyper_parallel.core.dtensor.random.random_state import manual_seed
+from hyper_parallel.data.opening import open_data, open_validation
+from hyper_parallel.data.prefetch import Prefetch
+from hyper_parallel.launch.durations import seconds_of
+from hyper_parallel.launch.join import join
+from hyper_parallel.launch.notes import note_step
+from hyper_parallel.launch.signals import StopRequest
+from hyper_parallel.parallel.parallelize import parallelize
+from hyper_parallel.platform import get_platform
+from hyper_parallel.trainer.batches import Feeder, aligned_loss, takes_labels
+from hyper_parallel.trainer.building import build_model, give_values, model_vocabulary
+from hyper_parallel.trainer.checkpoints import Checkpoints
+from hyper_parallel.trainer.config.run_config import RunConfig
+from hyper_parallel.trainer.evaluation import Evaluation
+from hyper_parallel.trainer.journal import Journal
+from hyper_parallel.trainer.optimizers import make_optimizer, set_rate
+from hyper_parallel.trainer.precision import policy_of
+from hyper_parallel.trainer.proofs import find_spelling
+from hyper_parallel.trainer.schedule import rate_factor
+
+__all__ = ["Result", "Trainer"]
+
+
+@dataclass
+class Result:
+    """How a run ended."""
+
+    status: str  # "finished" or "stopped"
+    step: int
+    exit_code: int = 0
+    reason: str | None = None
+    losses: dict[int, float] = field(default_factory=dict)  # by step, of this process
+
+
+class Trainer:
+    """A run from its config: ``Trainer(RunConfig(...)).train()``, the same on every rank.
+
+    In a process that nobody launched it is a world of one; under a launcher every rank calls it.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        if not isinstance(config, RunConfig):
+            raise TypeError(f"Trainer takes a RunConfig, got a {type(config).__name__}")
+        self.config = config
+
+    def train(self) -> Result:
+        """Train until the run is complete, or asked to stop; then its state is saved."""
+        config = self.config
+        limit = config.launch.stop_after
+        with StopRequest(after=None if limit is None else seconds_of(limit)) as stop:
+            join(timeout=seconds_of(config.launch.timeout))
+            self._prepare()
+            try:
+                result = self._loop(stop)
+            finally:
+                self.journal.close()
+        return result
+
+    # ---------------------------------------------------------------- before the first step
+
+    def _prepare(self) -> None:
+        config = self.config
+        manual_seed(config.train.seed)
+        model = build_model(config.model, config.train.dtype)
+        self.run = parallelize(
+            model,
+            config.parallel.degrees,
+            sequence_parallel=config.parallel.sequence_parallel,
+            attention=config.parallel.attention,
+            keep_whole=config.parallel.keep_whole,
+            offload=config.parallel.offload,
+            microbatches=config.train.microbatches,
+            precision=policy_of(config.precision),
+            recompute=None if config.recompute.mode == "none" else config.recompute.mode,
+            loss=None if takes_labels(model) else aligned_loss,
+        )
+        self.data = open_data(config.data, seed=config.train.seed)
+        validation = open_validation(config.eval.data or config.data, seed=config.train.seed)
+        for data in (self.data, validation):
+            vocabulary = model_vocabulary(model)
+            if data is not None and vocabulary is not None:
+                data.require_vocabulary(vocabulary)
+        self.order = self.data.order(batch=config.train.batch, seed=config.train.seed)
+        self.num_steps = config.train.steps or math.ceil(
+            float(config.train.epochs or 1) * self.data.num_samples / config.train.batch
+        )
+        self.checkpoints = Checkpoints(config)
+        self.optimizer: Any = None
+        self._resume_or_begin()
+        spelling = find_spelling(self.run, self.data)
+        self.feeder = Feeder(self.run, self.data, spelling)
+        self.evaluation = Evaluation(self.run, validation, config.eval, config.train.batch, spelling)
+        self.journal = Journal(config, self)
+
+    def _resume_or_begin(self) -> None:
+        config = self.config
+        self.resumed_from = self.checkpoints.to_resume()
+        if self.resumed_from is None:
+            give_values(self.run, config.model, config.train.seed)
+            self.optimizer = make_optimizer(config.optimizer, self.run.named_parameters())
+            return
+        self.run.materialize(seed=config.train.seed)
+        self.optimizer = make_optimizer(config.optimizer, self.run.named_parameters())
+        more = self.run.load(self.resumed_from, self.optimizer, order=None)
+        self.order.load_state(more["order"])
+
+    # ---------------------------------------------------------------- the loop
+
+    def _loop(self, stop: StopRequest) -> Result:
+        result = Result("finished", self.run.step)
+        with Prefetch(self.order, self.feeder.load) as batches:
+            while self.run.step < self.num_steps:
+                begin = time.perf_counter()
+                numbers, batch = next(batches)
+                loaded = time.perf_counter()
+                measured = self._step(numbers, batch, stop)
+                step = self.run.step
+                result.step, result.losses[step] = step, measured["loss"]
+                measured["seconds"] = {"data": loaded - begin, **measured["seconds"]}
+                if self.evaluation.is_due(step, self.num_steps):
+                    self.journal.evaluated(step, self.evaluation.loss())
+                is_stopped = stop.heard(measured["told"][0])
+                if is_stopped or self.checkpoints.is_due(step) or step == self.num_steps:
+                    waited = self._save(step, at_once=is_stopped or step == self.num_steps)
+                    measured["seconds"]["save"] = waited
+                else:
+                    self.checkpoints.poll()
+                self.journal.step(step, measured, time.perf_counter() - begin)
+                if is_stopped:
+                    result.status, result.exit_code, result.reason = "stopped", stop.exit_code, stop.reason
+                    break
+        self.checkpoints.finish()
+        if result.status == "finished" and self.config.checkpoint.export_hugging_face:
+            self.run.save_hugging_face(Path(self.config.log.folder) / "hugging_face", tokenizer=self._tokenizer())
+        self.journal.ended(result)
+        return result
+
+    def _step(self, numbers: Any, batch: Any, stop: StopRequest) -> dict[str, Any]:
+        """One step of the optimizer, and its numbers."""
+        config, run = self.config, self.run
+        begin = time.perf_counter()
+        step = run.step + 1
+        note_step(step)
+        run.mine(numbers)
+        run.tell = (int(stop.flag), *self.journal.tells(step, batch))
+        loss = run.forward_backward(**self.feeder.arguments(batch))
+        clip = config.train.clip_norm
+        norm = run.clip_grad_norm_(math.inf if clip == "none" else clip)
+        rate = config.optimizer.lr * rate_factor(config.schedule, step, self.num_steps)
+        set_rate(self.optimizer, rate)
+        between = time.perf_counter()
+        get_platform().step_optimizer(self.optimizer)
+        run.zero_grad()
+        read = _read(loss, norm, run.counts.targets, run.told)  # type: ignore[union-attr]
+        if not math.isfinite(read["loss"]):
+            raise FloatingPointError(
+                f"the loss of step {step} is {read['loss']}, on every rank, with a gradient norm of "
+                f"{read['grad_norm']:.3g}; the last checkpoint is in '{self.checkpoints.folder}'. Lower optimizer.lr "
+                f"({config.optimizer.lr:g}) or train.clip_norm, or look at this step's samples: {list(numbers)[:8]}"
+            )
+        end = time.perf_counter()
+        read |= {"lr": rate, "seconds": {"forward_backward": between - begin, "optimizer": end - between}}
+        return read
+
+    def _save(self, step: int, at_once: bool) -> float:
+        waited = self.checkpoints.save(self.run, self.optimizer, step, at_once=at_once, order=self.order.state())
+        self.journal.saved(step, waited)
+        return waited
+
+    def _tokenizer(self) -> Path | None:
+        given = self.config.data.tokenizer
+        path = Path(given)
+        return None if given == "bytes" else path if path.is_dir() else path.parent
+
+
+def _read(loss: Any, norm: Any, targets: Any, told: Any) -> dict[str, Any]:
+    """See Note [One reading a step]."""
+    read = get_platform().tensor_to_numpy
+    whole = getattr(norm, "full_tensor", None)
+    return {
+        "loss": float(read(loss)),
+        "grad_norm": float(read(norm if whole is None else whole())),
+        "tokens": int(read(targets)),
+        "told": [int(number) for number in read(told)],
+    }
