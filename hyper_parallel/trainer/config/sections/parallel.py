@@ -33,8 +33,8 @@ class ParallelConfig(Section):
     """Groups of experts, on ranks of dp_shard, cp and tp."""
     sequence_parallel: Flag = True
     """With tp: activations between the halves of a block are sharded along the sequence."""
-    attention: Literal["auto", "gather", "ring", "ulysses"] = "auto"
-    """With cp: how attention sees the whole sequence."""
+    attention: Literal["auto", "gather"] = "auto"
+    """With cp: how attention sees the whole sequence; gather: keys and values are gathered."""
     keep_whole: tuple[Text, ...] = ()
     """Patterns of the names of modules that tp leaves whole."""
     offload: Flag = False
