@@ -162,3 +162,42 @@ def test_the_commands_import_no_framework_and_print_for_programs():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=command_environment())
     assert done.stdout == "[]\n", done.stderr
+
+
+MIXTURE = """extends = "run.toml"
+[data]
+kind = "mixture"
+[[data.sources]]
+kind = "corpus"
+weight = 3
+[[data.sources]]
+kind = "synthetic"
+num_samples = 7
+"""
+
+
+def test_a_mixture_of_sources(tmp_path):
+    (tmp_path / "mixture.toml").write_text(MIXTURE)
+    loaded = load_config("mixture.toml")
+    assert [(one.kind, one.weight, one.num_samples) for one in loaded.config.data.sources] == [
+        ("corpus", 3.0, 1024),
+        ("synthetic", 1.0, 7),
+    ]
+    (tmp_path / "resolved.toml").write_text(resolved_toml(loaded))
+    assert load_config("resolved.toml").config == loaded.config
+    (tmp_path / "mixture.toml").write_text(
+        MIXTURE.replace("num_samples", "num_sample").replace("weight = 3", "weight = 0")
+    )
+    with pytest.raises(ValueError) as raised:
+        load_config("mixture.toml")
+    assert str(raised.value).splitlines() == [
+        "mixture.toml:6: data.sources[0].weight: must be above 0, got 0",
+        "mixture.toml:9: data.sources[1].num_sample: no such key; did you mean 'num_samples'?",
+    ]
+
+
+def test_evaluation_needs_samples_of_its_own():
+    with pytest.raises(ValueError, match=r"^--set: eval\.data: is missing: every = 5 evaluates on samples of \[eval"):
+        load_config("run.toml", ["eval.every=5"])
+    assert load_config("run.toml", ["eval.every=5", "data.validation=0.1"]).config.eval.data is None
+    assert load_config("run.toml", ["eval.every=5", "eval.data.kind=synthetic"]).config.eval.data.length == 512

@@ -52,7 +52,7 @@ def load_config(
     values, places = merge(layers, RunConfig)
     config, findings = _check(values)
     for finding in findings:
-        mistakes.append(Mistake(_place(finding.key, places, str(path)), dotted(finding.key), finding.what))
+        mistakes.append(Mistake(_place(finding, places, str(path)), dotted(finding.key), finding.what))
     if config is None or mistakes:
         raise ConfigError(sorted(mistakes, key=_reading_order))
     return LoadedConfig(config, places)
@@ -103,12 +103,11 @@ def _take_out(values: Any, key: Key) -> bool:
     return False
 
 
-def _place(key: Key, places: Mapping[Key, str], path: str) -> str:
-    """Where a key was written; for one that was not, where its section is."""
-    for depth in range(len(key), 0, -1):
-        if key[:depth] in places:
-            return places[key[:depth]]
-    return path
+def _place(finding: Finding, places: Mapping[Key, str], path: str) -> str:
+    """Where the key was written; for one that was not, its section, or else what makes it a mistake."""
+    key = finding.key
+    above = [key[:depth] for depth in range(len(key), 0, -1)]
+    return next((places[one] for one in [*above, *sorted(finding.concerns, key=dotted)] if one in places), path)
 
 
 def _reading_order(mistake: Mistake) -> tuple[bool, str, int]:

@@ -10,10 +10,10 @@ from pathlib import Path
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from hyper_parallel.data.config import DataConfig
 from hyper_parallel.parallel.degrees import AXES, REST
 from hyper_parallel.trainer.config.section import STRICT, Problem, Section
 from hyper_parallel.trainer.config.sections.checkpoint import AUTO, NEVER, CheckpointConfig
-from hyper_parallel.trainer.config.sections.data import DataConfig
 from hyper_parallel.trainer.config.sections.evaluation import EvalConfig
 from hyper_parallel.trainer.config.sections.launch import LaunchConfig
 from hyper_parallel.trainer.config.sections.log import LogConfig
@@ -69,6 +69,12 @@ class RunConfig(Section):
 
     def problems(self) -> Iterator[Problem]:
         yield from self._problems_of_degrees()
+        if self.eval.every and not (self.eval.data or self.data.validation or self.data.validation_path):
+            yield Problem(
+                ("eval.data", "eval.every", "data.validation", "data.validation_path"),
+                f"is missing: every = {self.eval.every} evaluates on samples of [eval.data], or on those that "
+                "data.validation sets apart",
+            )
         if self.train.steps is not None and self.schedule.warmup > self.train.steps:
             yield Problem(
                 ("schedule.warmup", "train.steps"),

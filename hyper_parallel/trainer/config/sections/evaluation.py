@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from pydantic.dataclasses import dataclass
 
-from hyper_parallel.trainer.config.section import STRICT, Count, Problem, Section, Whole
-from hyper_parallel.trainer.config.sections.data import DataConfig
+from hyper_parallel.data.config import DataConfig
+from hyper_parallel.trainer.config.section import STRICT, Count, Section, Whole
 
 __all__ = ["EvalConfig"]
 
@@ -21,8 +19,4 @@ class EvalConfig(Section):
     samples: Count = 256
     """How many samples are evaluated each time, always the same ones."""
     data: DataConfig | None = None
-    """Where they come from."""
-
-    def problems(self) -> Iterator[Problem]:
-        if self.every and self.data is None:
-            yield Problem(("data", "every"), f"is missing: every = {self.every} evaluates on samples of [eval.data]")
+    """Where they come from; without it, from what data.validation or data.validation_path set apart."""
