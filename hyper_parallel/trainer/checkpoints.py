@@ -1,4 +1,4 @@
-"""The checkpoints of a run: one folder each; the newest and chosen ones stay, and the newest whole one is gone on from."""
+"""The checkpoints of a run: one folder each; the newest and chosen ones stay, and a run goes on from the newest."""
 
 from __future__ import annotations
 
