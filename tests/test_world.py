@@ -259,6 +259,47 @@ def test_one_world_size(suite):
     result.stdout.fnmatch_lines(["*4/10 tests collected (6 deselected)*"])
 
 
+_LONG_SUITE = """
+import pytest
+from tests.world import run_on_ranks, small_or_sweep
+
+@run_on_ranks(2, 4, sweep=(8,))
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_sizes(number):
+    pass
+
+@run_on_ranks(3)
+def test_three():
+    pass
+
+@pytest.mark.sweep("mindspore")
+def test_on_one():
+    pass
+
+@pytest.mark.parametrize("number", small_or_sweep([1, 2], [2]))
+def test_small(number):
+    pass
+"""
+
+
+@pytest.mark.parametrize("name", ["torch", "mindspore"])
+def test_what_is_left_to_a_sweep(suite, monkeypatch, name):
+    """See Note [What runs on MindSpore at every change]."""
+    monkeypatch.setattr(Framework, "is_installed", True)
+    monkeypatch.setenv("HYPER_PARALLEL_PLATFORM", name)
+    suite.makepyfile(_LONG_SUITE)
+
+    def collected(*options):
+        result = suite.runpytest_inprocess("--collect-only", "-q", f"--platform={name}", *options)
+        return [line.split("::")[1] for line in result.outlines if "::" in line]
+
+    on_torch = [f"test_sizes[world{size}-{number}]" for size in (2, 4) for number in (1, 2, 3)]
+    on_torch += ["test_three[world3]", "test_on_one", "test_small[2]"]
+    on_mindspore = ["test_sizes[world2-1]", "test_sizes[world2-3]", "test_small[2]"]
+    assert sorted(collected()) == sorted(on_torch if name == "torch" else on_mindspore)
+    assert len(collected("--sweep")) == 9 + 1 + 1 + 2
+
+
 @pytest.mark.parametrize("name", ["torch", "mindspore"])
 def test_platform_that_is_not_installed(suite, monkeypatch, name):
     monkeypatch.setattr(Framework, "is_installed", False)
