@@ -83,8 +83,8 @@ def number_initial_values(module: Any) -> None:
         if getattr(owner, _NUMBER_OF_MODULE, None) is None:
             modules.append(owner)
         for parameter in platform.own_parameters(owner).values():
-            is_known = constant_of(parameter) is not None or getattr(parameter, _NUMBER, None) is not None
-            if platform.has_no_memory(parameter) and not is_known:
+            # Also those that are all one number: frameworks differ in which of them tell, and not in their numbers.
+            if platform.has_no_memory(parameter) and getattr(parameter, _NUMBER, None) is None:
                 parameters[id(parameter)] = parameter
     if not parameters:
         return

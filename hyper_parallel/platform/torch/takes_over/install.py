@@ -26,13 +26,14 @@ class Replaced(NamedTuple):
     name: str  # below ``torch``
     file: str  # of this folder
     why: str
+    when_asked: bool = False  # at the first use of what needs it
 
 
 REPLACED = (
     Replaced("autograd.Function.apply", "function_calls", "functions of users get DTensors as they expect tensors"),
     Replaced("get_rng_state", "random_state", "recomputed dropout draws the same numbers"),
     Replaced("set_rng_state", "random_state", "recomputed dropout draws the same numbers"),
-    Replaced("_VF.dropout", "addressed_draws", "random functions, all of them, draw by sample where that is asked for"),
+    Replaced("_VF.dropout", "addressed_draws", "random functions, all of them, draw by sample", when_asked=True),
     Replaced("utils.checkpoint._CheckpointFrame.save_inputs", "checkpoint_inputs", "inputs stay DTensors"),
     Replaced("utils.checkpoint._CheckpointFrame.get_inputs", "checkpoint_inputs", "inputs stay DTensors"),
     Replaced("utils.hooks.BackwardHook._apply_on_tensors", "gradient_hooks", "backward hooks of modules get DTensors"),
@@ -69,8 +70,15 @@ def install() -> None:
 
 
 def replaced_functions() -> list[tuple[str, str, str]]:
-    """(name, state, reason); state: "ours", "theirs" (not replaced now), or "missing" in this version of PyTorch."""
-    found = [(f"torch.{one.name}", _state(one.name), f"{one.why} ({one.file}.py)") for one in REPLACED]
+    """(name, state, reason); state: "ours", "theirs" (not replaced now), or "missing" in this version of PyTorch.
+
+    What is replaced when it is asked for is "ours" before that too.
+    """
+    found = []
+    for one in REPLACED:
+        state = _state(one.name)
+        is_to_come = one.when_asked and state == "theirs"
+        found.append((f"torch.{one.name}", "ours" if is_to_come else state, f"{one.why} ({one.file}.py)"))
     runs_again = torch.ops.c10d.allreduce_.default in checkpoint.SAC_IGNORED_OPS
     state = "ours" if runs_again else "theirs"
     found.append(
