@@ -308,10 +308,10 @@ def test_prefetch_that_is_asked_for() -> None:
 @run_on_ranks(2)
 def test_plain_parameters_between_cut_projections_are_still_found() -> None:
     """A norm over each head, plain and gathered by fully_shard, between projections that tensor parallelism has cut."""
-    alike = hp.init_devicemesh_of("cpu", (2,), mesh_dim_names=("tp",))  # an equal mesh with another root, used before
+    alike = hp.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))  # an equal mesh with another root, used before
     kept = hp.distribute_tensor(batch(8, 8), alike, [hp.Shard(0)])
     assert kept.device_mesh == alike
-    mesh = hp.init_devicemesh_of("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    mesh = hp.init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     model = double(Attention, 8, 4, qk_norm=True)
     plan = {name: hp.ColwiseParallel() for name in "qkv"} | {"o": hp.RowwiseParallel()}
     hp.parallelize_module(model, mesh["tp"], plan)

@@ -9,7 +9,9 @@ see the registered parameter. A recurrent layer keeps a list of its weights besi
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import cache
 from operator import mul
 from typing import Any
@@ -223,7 +225,10 @@ def addresses_of(parameters: Sequence[torch.Tensor]) -> tuple[int, ...]:
 
 
 def take_grads(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-    with NoInterception():
+    with NoInterception(), ExitStack() as quiet:
+        if not all(leaf.is_leaf for leaf in leaves):  # results of the edge, into which somebody may have written
+            quiet.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
         found = [_GRAD.__get__(leaf) for leaf in leaves]
         for place, (leaf, gradient) in enumerate(zip(leaves, found, strict=True)):
             if gradient is not None:
