@@ -100,6 +100,8 @@ class HuggingFaceLoss(LabelledLoss):
 
     def __init__(self, model: Any) -> None:
         self._model = model
+        configs = [getattr(module, "config", None) for _, module in _platform.get_cells_and_names(model)]
+        self._configs = list({id(one): one for one in configs if hasattr(one, "use_cache")}.values())
         self._total: Counts | None = None
         self._divided = False
         original = getattr(model, "loss_function", None)
@@ -119,16 +121,15 @@ class HuggingFaceLoss(LabelledLoss):
 
     def share(self, model: Any, batch: Mapping[str, Any], part: Counts, total: Counts) -> Any:
         self._total, self._divided = total, False
-        config = self._model.config
-        caches = getattr(config, "use_cache", None)
-        if caches:  # Keys and values for tokens to come: nobody asks for them, and recomputed blocks would add theirs.
+        caching = [config for config in self._configs if config.use_cache]
+        for config in caching:  # Keys and values for tokens to come: recomputed blocks would add theirs once more.
             config.use_cache = False
         try:
             outputs = model(**batch)
         finally:
             self._total = None
-            if caches:
-                config.use_cache = caches
+            for config in caching:
+                config.use_cache = True
         loss, auxiliary = plain(_loss_in(model, outputs)), self._auxiliary(outputs)
         if auxiliary is not None:
             loss = loss - auxiliary

@@ -19,11 +19,13 @@ from hyper_parallel.core.fully_shard.policies import CPUOffloadPolicy, MixedPrec
 from hyper_parallel.core.modules.initial_values import number_initial_values
 from hyper_parallel.core.modules.numbered_blocks import number_blocks
 from hyper_parallel.core.tensor_parallel.parallelize import parallelize_module
+from hyper_parallel.core.tensor_parallel.parameter_styles import ReplicateParameters
 from hyper_parallel.parallel.degrees import REST, Degrees, as_degrees
 from hyper_parallel.parallel.losses import loss_for
 from hyper_parallel.parallel.meshes import Meshes, make_meshes
 from hyper_parallel.parallel.parallel import Parallel
-from hyper_parallel.plans.for_model import for_model
+from hyper_parallel.plans.for_model import for_model, unsharded
+from hyper_parallel.plans.roles import PlanError
 from hyper_parallel.plans.structure import structure_of
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.shared.framework_of import require_module
@@ -157,12 +159,29 @@ def _split_layers(model: Any, meshes: Meshes, plan: Any, sequence_parallel: bool
     compute = meshes.compute
     if compute.size() == 1:
         return
+    is_split = compute.size("tp") > 1
     if plan is None:
-        is_sharded_between = sequence_parallel and compute.size("tp") > 1
-        plan = for_model(model, sequence_parallel=is_sharded_between, plain_outputs=False, keep_whole=tuple(keep_whole))
+        try:
+            between = sequence_parallel and is_split
+            plan = for_model(model, sequence_parallel=between, plain_outputs=False, keep_whole=tuple(keep_whole))
+        except PlanError:
+            if is_split:
+                raise
+            plan = unsharded(model)
     elif callable(plan):
         plan = plan(model)
     parallelize_module(model, compute, plan, axes="tp", src_data_rank=None)
+    parallelize_module(model, compute, _of_the_rest(model), axes="tp", src_data_rank=None)
+
+
+def _of_the_rest(model: Any) -> dict[str, ReplicateParameters]:
+    """Parameters that the plan leaves plain: their gradients too must be parts of a sum over cp."""
+    found: dict[str, ReplicateParameters] = {}
+    for path, module in _platform.get_cells_and_names(model):
+        names = [name for name, one in _platform.own_parameters(module).items() if not isinstance(one, DTensor)]
+        if names:
+            found[path] = ReplicateParameters(names)
+    return found
 
 
 def _share_parameters(model: Any, meshes: Meshes, policy: MixedPrecisionPolicy | None, offload: bool) -> None:

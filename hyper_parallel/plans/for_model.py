@@ -25,6 +25,7 @@ from hyper_parallel.core.tensor_parallel.single_device_code import (
 )
 from hyper_parallel.core.tensor_parallel.style import ColwiseParallel, ParallelStyle, RowwiseParallel
 from hyper_parallel.plans.roles import BY_HAND, PlanError, Roles, read_roles
+from hyper_parallel.plans.structure import structure_of
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.shared.framework_of import kind_of
 
@@ -70,6 +71,22 @@ def for_model(
     for path in _called_alone(roles.blocks, paths):
         plan.setdefault(path, []).insert(0, SingleDeviceCode())
     return _with_stars({path: plan[path] for path in paths if path in plan}, paths)
+
+
+def unsharded(model: Any) -> Plan:
+    """The plan that leaves every parameter whole, for a model that ``for_model`` cannot read.
+
+    Its code runs on distributed activations as it is, but for mixtures of experts, which get whole ones.
+    """
+    platform = get_platform()
+    modules = dict(platform.get_cells_and_names(model))
+    structure = structure_of(model)
+    plan: Plan = {"": [SingleDeviceModel(plain_outputs=False)]}
+    for path in _called_alone(list(structure.blocks), list(modules)):
+        plan.setdefault(path, []).append(SingleDeviceCode())
+    for path in structure.mixtures:
+        plan.setdefault(path, []).append(ComputeReplicated())
+    return plan
 
 
 def _called_alone(blocks: list[str], paths: list[str]) -> list[str]:
