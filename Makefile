@@ -49,8 +49,8 @@ $(STAMP): pyproject.toml constraints.txt
 $(MINDSPORE_STAMP): pyproject.toml constraints.txt
 	$(call make_environment,$(MINDSPORE_VENV),$(MINDSPORE_EXTRAS))
 
-demo: $(STAMP) ## train a small Llama cut over 4 local processes, next to one process
-	@$(BIN)/python examples/llama_demo.py $(ARGS)
+demo: $(STAMP) ## one training under three layouts, stopped, killed and resumed: equal losses
+	@$(BIN)/python examples/demo.py $(ARGS)
 
 # The frameworks are tested side by side: the first one's output is shown as it comes, the others' in one piece behind
 # it. All are tested even when one fails; the status is that of the worst.
