@@ -36,9 +36,9 @@ def test_the_demo_says_so_when_losses_differ(tmp_path):
     line = '"--set", "parallel.tp=2", "--nproc", "4")\n    run.follow'
     assert text.count(line) == 1
     spoiled = text.replace(line, line.replace('"4")', '"4", "--set", "optimizer.lr=2e-3")'))
-    (tmp_path / "demo.py").write_text(
-        spoiled.replace("HERE = Path(__file__).resolve().parent", f"HERE = Path({str(ROOT / 'examples')!r})")
-    )
+    here = f"HERE = Path({str(ROOT / 'examples')!r})"
+    spoiled = spoiled.replace("HERE = Path(__file__).resolve().parent", here)
+    (tmp_path / "demo.py").write_text(spoiled)
     done = _run(sys.executable, tmp_path / "demo.py", "--steps", "8", "--folder", tmp_path / "runs")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "The losses are NOT equal" in done.stdout
