@@ -11,7 +11,7 @@ from hyper_parallel.core.distributed_checkpoint.foreign.hugging_face import load
 from hyper_parallel.core.modules.deferred import materialize
 from hyper_parallel.platform import get_platform
 
-__all__ = ["load_folder", "save_folder"]
+__all__ = ["load_folder", "require_memory", "save_folder"]
 
 _platform = get_platform()
 
@@ -44,6 +44,20 @@ def _give_memory(model: Any) -> None:
     """Memory for parameters that have none; its values come from files, so nothing is drawn."""
     if any(map(_platform.has_no_memory, _platform.parameters_dict(model).values())):
         materialize(model, init=_fill_with_zeros)
+
+
+def require_memory(model: Any) -> None:
+    """An error for a model with parameters or buffers that have no memory, hence no values."""
+    if any(map(_platform.has_no_memory, _platform.parameters_dict(model).values())):
+        raise RuntimeError(
+            f"{type(model).__name__} has no values yet: it was built without memory; call materialize() or "
+            "load_hugging_face(folder) of what parallelize returned"
+        )
+    if any(map(_platform.has_no_memory, _platform.state_tensors(model))):
+        raise RuntimeError(
+            f"buffers of {type(model).__name__} have no memory, and nothing says what is in them; build the model "
+            "under hp.deferred_init(), which computes buffers, not on the meta device"
+        )
 
 
 def _fill_with_zeros(model: Any) -> None:

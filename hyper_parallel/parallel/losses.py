@@ -101,7 +101,7 @@ class HuggingFaceLoss(LabelledLoss):
     def __init__(self, model: Any) -> None:
         self._model = model
         configs = [getattr(module, "config", None) for _, module in _platform.get_cells_and_names(model)]
-        self._configs = list({id(one): one for one in configs if hasattr(one, "use_cache")}.values())
+        self._configs: list[Any] = list({id(one): one for one in configs if hasattr(one, "use_cache")}.values())
         self._total: Counts | None = None
         self._divided = False
         original = getattr(model, "loss_function", None)

@@ -44,6 +44,8 @@ def named_batch(model: Any, args: tuple[Any, ...], batch: Mapping[str, Any]) -> 
     """The batch by the names of the model's arguments, also what was given by position."""
     if not args:
         return dict(batch)
+    if isinstance(args[0], Mapping):
+        raise TypeError("a batch is given by name, forward_backward(**batch), not as a dict")
     names = [
         name
         for name, parameter in inspect.signature(_platform.get_cell_construct(model)).parameters.items()

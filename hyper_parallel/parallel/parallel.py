@@ -22,7 +22,7 @@ from hyper_parallel.core.tensor_parallel.single_device_code import map_tensors
 from hyper_parallel.parallel.counts import Counts, plain, total_counts
 from hyper_parallel.parallel.degrees import Degrees
 from hyper_parallel.parallel.explanation import explain
-from hyper_parallel.parallel.hugging_face import load_folder, save_folder
+from hyper_parallel.parallel.hugging_face import load_folder, require_memory, save_folder
 from hyper_parallel.parallel.losses import GivenLoss, LabelledLoss
 from hyper_parallel.parallel.meshes import Meshes
 from hyper_parallel.parallel.micro_batches import MicroBatch, micro_batches, named_batch, num_rows, parts_of
@@ -48,10 +48,11 @@ class Parallel:
         self.microbatches = microbatches
         self._meshes = meshes
         self._loss = loss
-        #: Numbers that each rank may set, and their sums as of the last step: they travel with the number of targets.
+        self._has_values = False
         #: The number of the next step, which random numbers are addressed by; in checkpoints.
         self.step = 0
         self._first_row, self._num_rows = (0, -1), 0
+        #: Numbers that each rank may set, and their sums as of the last step: they travel with the number of targets.
         self.tell: tuple[int, ...] = ()
         self.told: Any = None
         #: The targets and rows of the last step's whole batch, as tensors.
@@ -125,6 +126,8 @@ class Parallel:
         like = next((value for value in batch.values() if _platform.is_tensor(value)), None)
         if like is None:
             raise ValueError(f"the batch has no tensors; it has {', '.join(batch) or 'nothing'}")
+        if not self._has_values:
+            self._require_values(like)
         self._num_rows = num_rows(batch)
         parts = list(micro_batches(batch, self.microbatches))
         counts = [self._loss.counts(part.values, part.rows, like) for part in parts]
@@ -136,6 +139,13 @@ class Parallel:
         for number, (part, count) in enumerate(zip(parts, counts, strict=True)):
             shares.append(self._run(part, count, total, backward, is_last=number == len(parts) - 1))
         return self._summed(shares)
+
+    def _require_values(self, like: Any) -> None:
+        """A model without memory runs on inputs without memory only, as in a dry run."""
+        if not _platform.has_no_memory(like):
+            for part in self.parts:
+                require_memory(part)
+            self._has_values = True
 
     def _run(self, part: MicroBatch, count: Counts, total: Counts, backward: bool, is_last: bool) -> Any:
         values = self._prepared(part, is_last)

@@ -20,6 +20,7 @@ from hyper_parallel.core.modules.initial_values import number_initial_values
 from hyper_parallel.core.modules.numbered_blocks import number_blocks
 from hyper_parallel.core.tensor_parallel.parallelize import parallelize_module
 from hyper_parallel.core.tensor_parallel.parameter_styles import ReplicateParameters
+from hyper_parallel.core.tensor_parallel.single_device_code import SingleDeviceModel
 from hyper_parallel.parallel.degrees import REST, Degrees, as_degrees
 from hyper_parallel.parallel.losses import loss_for
 from hyper_parallel.parallel.meshes import Meshes, make_meshes
@@ -170,8 +171,25 @@ def _split_layers(model: Any, meshes: Meshes, plan: Any, sequence_parallel: bool
             plan = unsharded(model)
     elif callable(plan):
         plan = plan(model)
+    if compute.size("cp") > 1:
+        plan = _on_sequences(plan)
     parallelize_module(model, compute, plan, axes="tp", src_data_rank=None)
-    parallelize_module(model, compute, _of_the_rest(model), axes="tp", src_data_rank=None)
+    if compute.size("cp") > 1:
+        parallelize_module(model, compute, _of_the_rest(model), axes="tp", src_data_rank=None)
+
+
+def _on_sequences(plan: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """A plan whose model and styles are for distributed activations; an error for styles that are not."""
+    found = {path: [*given] if isinstance(given, (list, tuple)) else [given] for path, given in plan.items()}
+    local = [path for path, styles in found.items() if any(getattr(one, "use_local_output", False) for one in styles)]
+    if local:
+        raise ValueError(
+            f"parallelize: under cp activations are distributed tensors, and the plan's styles for {', '.join(local)} "
+            "give local ones; make them with use_local_output=False"
+        )
+    if not any(isinstance(one, SingleDeviceModel) for styles in found.values() for one in styles):
+        found[""] = [SingleDeviceModel(plain_outputs=False), *found.get("", [])]
+    return found
 
 
 def _of_the_rest(model: Any) -> dict[str, ReplicateParameters]:

@@ -200,13 +200,28 @@ OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
 }
 
+# Only for hp.parallelize.
+MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "mamba": (  # no pair of layers to shard: under cp its code runs as it is
+        "MambaForCausalLM",
+        "MambaConfig",
+        {"vocab_size": VOCABULARY, "hidden_size": 16, "state_size": 4, "num_hidden_layers": 2, "time_step_rank": 3},
+    ),
+    "bert_classes": ("BertForSequenceClassification", "BertConfig", {**_BERT, "num_labels": 3}),
+    "falcon": (
+        "FalconForCausalLM",
+        "FalconConfig",
+        {**_DECODER, "hidden_dropout": 0.0, "attention_dropout": 0.0, "new_decoder_architecture": False},
+    ),
+}
+
 
 def build(name: str, dtype: torch.dtype = torch.float64) -> torch.nn.Module:
     """The model, the same weights on every call."""
     import transformers
 
     transformers.logging.set_verbosity_error()
-    model_class, config_class, sizes = {**CASES, **OTHERS}[name]
+    model_class, config_class, sizes = {**CASES, **OTHERS, **MORE}[name]
     config = getattr(transformers, config_class)(**sizes)
     if "num_experts_per_tok" in sizes:
         config._experts_implementation = "eager"  # the grouped kernel has no float64
