@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -11,10 +13,10 @@ from importlib.util import find_spec
 from typing import Any
 
 from hyper_parallel.analysis.byte_sizes import parse_bytes
-from hyper_parallel.analysis.degrees import read_degrees
 from hyper_parallel.analysis.model_source import find_model
 from hyper_parallel.analysis.rank_run import Job, run_rank
 from hyper_parallel.analysis.report import DryRun, make_report
+from hyper_parallel.parallel.degrees import AXES, Degrees, as_degrees
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.platform import HYPER_PARALLEL_PLATFORM, HYPER_PARALLEL_PLATFORM_TORCH, PlatformType
 
@@ -23,7 +25,7 @@ DEVICES = ("cpu", "cuda", "npu")
 
 def dry_run(
     model: Any,
-    degrees: str | Mapping[str, int] = "tp=1",
+    degrees: str | Mapping[str, Any] | Degrees | None = None,
     *,
     world_size: int | None = None,
     rank: int = 0,
@@ -31,8 +33,11 @@ def dry_run(
     sequence_parallel: bool | None = None,
     batch: int = 1,
     length: int = 4096,
+    microbatches: int = 1,
     dtype: str | None = None,
-    recompute: bool = False,
+    precision: Any = None,
+    recompute: bool | str | Callable[..., Any] = False,
+    clip_norm: float | None = None,
     optimizer: str | Callable[[Any], Any] | None = "adamw",
     device: str = "cpu",
     device_memory: str | int | None = None,
@@ -41,17 +46,19 @@ def dry_run(
     """Run ``rank`` of a job without memory, and say what a step needs: memory by kind, collectives, operations.
 
     The library's own code and the model's run on tensors that have a shape and no memory, in a world in which nobody
-    answers: forward, backward, optimizer. Nothing is modelled.
+    answers: ``parallelize``, then forward, backward, optimizer. Nothing is modelled.
 
     Args:
         model: a size by name (``"llama-70b"``), the path of a Hugging Face ``config.json``, ``"module:function"``, or a
             function that builds the model: it returns the model, or the model and its inputs (a tuple or a dict).
-        degrees: how many ranks share what, ``"dp=4, tp=8"``; ranks of ``world_size`` that no axis names are ``dp``.
-        plan: how the model is cut over ``tp``: a dict from paths to styles, or a function from the model to one. By
-            default the model's own plan, or ``plans.for_model``; ``sequence_parallel`` is then theirs to default.
-        batch: sequences of ``length`` tokens that this rank's line along ``dp`` trains on at a time.
+        degrees: as :func:`parallelize` takes them, ``"dp_shard=4, tp=8"``; ``dp`` is short for ``dp_replicate``. Ranks
+            of ``world_size`` that no axis names are ``dp_shard``.
+        plan, sequence_parallel, precision: as :func:`parallelize` takes them.
+        batch: sequences of ``length`` tokens that this rank trains on in a step, in ``microbatches`` parts; ranks along
+            ``dp_replicate`` and ``dp_shard`` have others, those along ``cp`` and ``tp`` the same.
         dtype: of the parameters; by default the config's, or as the model was built.
-        recompute: compute the activations of each block again in backward.
+        recompute: compute the activations of each block again in backward; a policy says which.
+        clip_norm: the norm to which gradients are scaled down; None: they are not.
         optimizer: ``"adamw"``, ``"adam"``, ``"sgd"``, ``"adagrad"``, ``"rmsprop"``, ``"adafactor"``, None, or a
             function that makes one from the parameters.
         device: whose attention kernel, list kernels of optimizers and rounding of allocations are meant.
@@ -62,7 +69,7 @@ def dry_run(
     >>> report.peak_by_kind["parameters"]
     397568
     >>> report.num_collectives
-    48
+    49
     """
     given = dict(locals())
     if get_platform().platform_type is not PlatformType.PYTORCH:
@@ -72,7 +79,7 @@ def dry_run(
     return make_report(job, run_rank(job, rank), rank, (rank,), limit)
 
 
-def dry_run_classes(model: Any, degrees: str | Mapping[str, int] = "tp=1", **options: Any) -> list[DryRun]:
+def dry_run_classes(model: Any, degrees: Any = None, **options: Any) -> list[DryRun]:
     """:func:`dry_run` for one rank of each class: ranks that do alike are run once. See ``rank_questions.py``.
 
     >>> [report.ranks for report in dry_run_classes("llama-demo", "dp=2, tp=2", batch=2, length=32)]
@@ -106,16 +113,34 @@ def _prepare(
     **options: Any,
 ) -> tuple[Job, int | None]:
     """The job and the limit; every mistake is found before anything is built."""
-    for name in ("batch", "length", "steps"):
+    for name in ("batch", "length", "microbatches", "steps"):
         if not isinstance(options[name], int) or options[name] < 1:
             raise ValueError(f"dry_run: {name} must be at least 1, got {options[name]!r}")
     if options["device"] not in DEVICES:
         raise ValueError(f"dry_run: device {options['device']!r} is not known; take {', '.join(DEVICES)}")
-    sizes = read_degrees(degrees, world_size)
-    job = Job(source=find_model(model), degrees=sizes, **options)
+    job = Job(source=find_model(model), degrees=read_degrees(degrees, world_size), **options)
     if not 0 <= rank < job.world_size:
         raise ValueError(f"dry_run: rank {rank} is not one of the {job.world_size} ranks 0 to {job.world_size - 1}")
     return job, None if device_memory is None else parse_bytes(device_memory)
+
+
+def read_degrees(given: Any, world_size: int | None) -> Degrees:
+    """The degrees with a number for each axis; of as many ranks as they name where no world is given.
+
+    >>> read_degrees("tp=8", 32), read_degrees("dp=2, tp=2", None)
+    (Degrees("dp_shard=4, tp=8"), Degrees("dp_replicate=2, tp=2"))
+    """
+    if isinstance(given, str):
+        given = re.sub(r"\bdp\s*=", "dp_replicate=", given)
+    elif isinstance(given, Mapping) and "dp" in given:
+        if "dp_replicate" in given:
+            raise ValueError("degrees: dp is short for dp_replicate, and both are given; keep one")
+        given = {"dp_replicate" if axis == "dp" else axis: degree for axis, degree in given.items()}
+    asked = as_degrees(given)
+    if world_size is not None and world_size < 1:
+        raise ValueError(f"a world has one rank or more, got {world_size}")
+    named = math.prod(degree for axis in AXES if isinstance(degree := getattr(asked, axis), int))
+    return asked.fit(named if world_size is None else world_size)
 
 
 # ---------------------------------------------------------------- on another framework
@@ -129,7 +154,9 @@ def _ask_torch(given: dict[str, Any], all_classes: bool = False) -> list[DryRun]
             "'hyper-parallel[torch]'"
         )
     unsayable = [
-        name for name in ("model", "plan", "optimizer") if callable(given[name]) or isinstance(given[name], dict)
+        name
+        for name in ("model", "plan", "optimizer", "precision", "recompute")
+        if callable(given[name]) or isinstance(given[name], dict)
     ]
     if unsayable:
         raise TypeError(

@@ -5,34 +5,24 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hyper_parallel import models
 from hyper_parallel.models.llama_config import LlamaConfig
 from hyper_parallel.models.llama_sizes import llama_size
-from hyper_parallel.models.plan_of_llama import llama_plan
-from hyper_parallel.plans.for_model import for_model
+from hyper_parallel.parallel.micro_batches import named_batch
 from hyper_parallel.platform import get_platform
 
 
+@dataclass(frozen=True)
 class ModelSource:
-    """How a model is built and cut; ``build(length)`` gives the model, and its inputs or None."""
+    """How a model is built; ``build(length)`` gives the model, and its inputs or None."""
 
-    def __init__(
-        self,
-        name: str,
-        build: Callable[[int], tuple[Any, Any]],
-        dtype: str | None = None,
-        plan: Callable[..., Any] = for_model,
-    ) -> None:
-        self.name, self.build, self.dtype = name, build, dtype
-        self._plan = plan
-
-    def plan_for(self, model: Any, sequence_parallel: bool | None) -> Any:
-        """The model's own plan, with its own default for sequence parallelism."""
-        return self._plan(model, **({} if sequence_parallel is None else {"sequence_parallel": sequence_parallel}))
+    name: str
+    build: Callable[[int], tuple[Any, Any]]
+    dtype: str | None = None
 
 
 def find_model(model: Any) -> ModelSource:
@@ -63,10 +53,7 @@ def _reference(name: str, config: LlamaConfig) -> ModelSource:
     def build(length: int) -> tuple[Any, Any]:
         return models.Llama(replace(config, max_length=max(length, config.max_length))), None
 
-    def plan(model: Any, **options: Any) -> Any:
-        return llama_plan(**options)
-
-    return ModelSource(name, build, "bfloat16", plan)
+    return ModelSource(name, build, "bfloat16")
 
 
 # ---------------------------------------------------------------- Hugging Face
@@ -130,16 +117,31 @@ def _built_by(function: Callable[..., Any], name: str) -> ModelSource:
     return ModelSource(name, build)
 
 
-def call_model(model: Any, inputs: Any) -> Any:
-    """The loss: the model's output if that is a number, or what it calls its loss."""
-    outputs = model(**inputs) if isinstance(inputs, Mapping) else model(*inputs)
-    loss: Any = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", outputs)
-    if not get_platform().is_tensor(loss) or loss.ndim:
-        raise ValueError(
-            f"{type(model).__name__} gives no loss to run backward from: it must return a tensor of one number, or an "
-            "object with one as `loss`; wrap it in a module that computes the loss"
-        )
-    return loss
+class _OwnLoss:
+    """Of a model that is given no labels: its output is the loss, or has it, and counts as one."""
+
+    def __init__(self, model: Any) -> None:
+        self._name = type(model).__name__
+
+    def __call__(self, outputs: Any, batch: Mapping[str, Any]) -> tuple[Any, Any]:
+        loss: Any = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", outputs)
+        if not get_platform().is_tensor(loss) or loss.ndim:
+            raise ValueError(
+                f"{self._name} gives no loss to run backward from: it must return a tensor of one number, or an object "
+                "with one as `loss`; wrap it in a module that computes the loss"
+            )
+        return loss, 1
+
+    def count(self, batch: Mapping[str, Any]) -> Any:
+        platform = get_platform()
+        like = next(value for value in batch.values() if platform.is_tensor(value))
+        return platform.index_tensor([[1]], like.device).reshape(())
+
+
+def loss_of_inputs(model: Any, inputs: Any) -> Callable[..., Any] | None:
+    """None for a model that gets labels, whose loss ``parallelize`` knows."""
+    named = named_batch(model, *((), inputs) if isinstance(inputs, Mapping) else (tuple(inputs), {}))
+    return None if "labels" in named else _OwnLoss(model)
 
 
 def inputs_for(model: Any, batch: int, length: int) -> Any:
@@ -149,5 +151,4 @@ def inputs_for(model: Any, batch: int, length: int) -> Any:
     names = platform.argument_names_of(model)
     if "input_ids" not in names:
         return (ids, ids)
-    given = {"input_ids": ids, "labels": ids, "use_cache": False}
-    return {name: value for name, value in given.items() if name in names or name == "labels"}
+    return {"input_ids": ids, "labels": ids}

@@ -3,49 +3,71 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
 
 from hyper_parallel.analysis.memory_log import BACKWARD, FORWARD, OPTIMIZER, Call, MemoryLog, Peak
-from hyper_parallel.analysis.model_source import ModelSource, call_model, inputs_for
+from hyper_parallel.analysis.model_source import ModelSource, inputs_for, loss_of_inputs
 from hyper_parallel.analysis.rank_spy import RankSpy
-from hyper_parallel.core.dtensor.comm_recorder import CommRecord, CommRecorder, asked_by
-from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, init_device_mesh
+from hyper_parallel.core.dtensor.comm_recorder import CommRecord, CommRecorder
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
 from hyper_parallel.core.dtensor.rank_questions import RankQuestions
-from hyper_parallel.core.fully_shard.api import fully_shard
 from hyper_parallel.core.shard.dispatching.dispatch import forget_plans
-from hyper_parallel.core.tensor_parallel.parallelize import parallelize_module
-from hyper_parallel.plans.roles import read_roles
+from hyper_parallel.parallel.degrees import Degrees
+from hyper_parallel.parallel.parallel import Parallel
+from hyper_parallel.parallel.parallelize import parallelize
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.shared.membership import Member, as_member
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Job:
     """What is to be trained, how it is split, and on what."""
 
     source: ModelSource
-    degrees: Mapping[str, int]  # axes and their sizes, outermost first
-    batch: int
+    degrees: Degrees  # with a number for each axis
+    batch: int  # of this rank: a place along dp_replicate and dp_shard
     length: int
-    plan: Any
-    sequence_parallel: bool | None
-    dtype: str | None
-    recompute: bool
-    optimizer: Any
-    device: str
-    steps: int
+    microbatches: int = 1
+    plan: Any = None
+    sequence_parallel: bool | None = None
+    keep_whole: tuple[str, ...] = ()
+    dtype: str | None = None
+    precision: Any = None
+    recompute: bool | str | Callable[..., Any] = False
+    offload: bool = False
+    loss: Callable[..., Any] | None = None
+    clip_norm: float | None = None
+    optimizer: Any = "adamw"
+    device: str = "cpu"
+    steps: int = 2
 
     @property
     def world_size(self) -> int:
         size = 1
-        for degree in self.degrees.values():
+        for degree in self.degrees.sizes.values():
             size *= degree
         return size
+
+    def split(self, model: Any, inputs: Any) -> Parallel:
+        """The model under the degrees, by the call that a program makes."""
+        recompute = "full" if self.recompute is True else self.recompute or None
+        return parallelize(
+            model,
+            self.degrees,
+            plan=self.plan,
+            sequence_parallel=self.sequence_parallel is not False,
+            keep_whole=self.keep_whole,
+            microbatches=self.microbatches,
+            precision=self.precision,
+            recompute=recompute,
+            offload=self.offload,
+            loss=self.loss or loss_of_inputs(model, inputs),
+        )
 
 
 @dataclass
@@ -75,25 +97,24 @@ def run_rank(job: Job, rank: int) -> RankRun:
     member = Member(rank, job.world_size, platform.silent_group)
     log, rank_spy = MemoryLog(), RankSpy(member)
     with _by_itself(), as_member(member), platform.counted(log, job.device) as counter:
-        mesh = init_device_mesh("cpu", tuple(job.degrees.values()), mesh_dim_names=tuple(job.degrees))
         with platform.building_without_memory():
             model, inputs = job.source.build(job.length)
             if job.dtype or job.source.dtype:
                 model = platform.cast_model(model, str(job.dtype or job.source.dtype))
         num_parameters = sum(_num_elements(parameter) for parameter in platform.parameters_dict(model).values())
-        _split(job, model, mesh)
         if inputs is None:
             inputs = inputs_for(model, job.batch, job.length)
+        run = job.split(model, inputs)
         optimizer = (
             None if job.optimizer in (None, "none") else platform.make_optimizer(job.optimizer, model, job.device)
         )
-        parameters = list(platform.parameters_dict(model).values())
+        parameters = run.parameters()
         counter.mark(parameters, "parameters")
         counter.mark(platform.buffers_of(model), "buffers")
         counter.mark(_tensors_in(inputs), "inputs")
-        if "dp_shard" not in job.degrees:  # whose gradients are marked when they are there: hooks would make it wait
+        if run.mesh.size(("dp_replicate", "dp_shard", "cp")) == 1:  # else marked when all are there: hooks would wait
             platform.watch_gradients(model, lambda gradient: counter.mark([gradient], "gradients"))
-        training = _Training(job, model, inputs, optimizer, parameters, mesh, log, counter)
+        training = _Training(job, run, inputs, optimizer, log, counter)
         with platform.watch_modules(model, log):
             steps = [training.step() for _ in range(job.steps)]
         last, highest = steps[-1], max(steps, key=lambda step: step.peak.num_bytes)
@@ -107,7 +128,7 @@ def run_rank(job: Job, rank: int) -> RankRun:
             platform.dtype_name(parameters[0].dtype) if parameters else "",
             num_parameters,
             sum(_num_elements(_local(parameter)) for parameter in parameters),
-            RankQuestions(mesh),
+            RankQuestions(run.mesh),
             rank_spy,
         )
 
@@ -124,26 +145,14 @@ class _Step:
 class _Training:
     """The loop that a program would have, with the log told of its phases."""
 
-    def __init__(
-        self,
-        job: Job,
-        model: Any,
-        inputs: Any,
-        optimizer: Any,
-        parameters: list[Any],
-        mesh: DeviceMesh,
-        log: MemoryLog,
-        counter: Any,
-    ) -> None:
-        self._model, self._inputs, self._optimizer, self._parameters = model, inputs, optimizer, parameters
+    def __init__(self, job: Job, run: Parallel, inputs: Any, optimizer: Any, log: MemoryLog, counter: Any) -> None:
+        self._run, self._inputs, self._optimizer, self._clip = run, inputs, optimizer, job.clip_norm
         self._log, self._counter = log, counter
-        self._mesh = mesh
-        self._axes = _axes_by_ranks(mesh)
-        sums = job.degrees.get("dp", 1) > 1 and "dp_shard" not in job.degrees
-        self._sums_over = mesh.get_group("dp") if sums else None
+        self._axes = _axes_by_ranks(run.mesh)
+        _tell_phases(run._loss, log)
 
     def step(self) -> _Step:
-        platform, log = get_platform(), self._log
+        platform, log, run = get_platform(), self._log, self._run
         gc.collect()
         log.begin_counting()
         places: list[tuple[str, Call]] = []
@@ -151,23 +160,18 @@ class _Training:
             stack.callback(platform.observe_collectives(lambda *_: places.append(log.place())))
             recorder = stack.enter_context(CommRecorder())
             log.begin_phase(FORWARD)
-            loss = call_model(self._model, self._inputs)
-            log.begin_phase(BACKWARD)
-            loss.backward()
-            del loss
-            gradients = (parameter.grad for parameter in self._parameters)
-            self._counter.mark([_local(one) for one in gradients if one is not None], "gradients")
-            if self._sums_over is not None:
-                with asked_by("sum of gradients over dp"):
-                    for parameter in self._parameters:
-                        if parameter.grad is not None:
-                            platform.all_reduce(_local(parameter.grad), self._sums_over)
+            if isinstance(self._inputs, Mapping):
+                run.forward_backward(**self._inputs)
+            else:
+                run.forward_backward(*self._inputs)
+            self._counter.mark([_local(one) for one in run.gradients() if one is not None], "gradients")
             log.begin_phase(OPTIMIZER)
+            if self._clip is not None:
+                run.clip_grad_norm_(self._clip)
             if self._optimizer is not None:
                 self._optimizer.step()
                 self._counter.mark(platform.optimizer_state_of(self._optimizer), "optimizer state")
-            for parameter in self._parameters:
-                parameter.grad = None
+            run.zero_grad()
         log.begin_phase(FORWARD)
         by_kind, by_module = _breakdown(log)
         collectives = [
@@ -175,6 +179,23 @@ class _Training:
             for (phase, call), record in zip(places, recorder.records, strict=True)
         ]
         return _Step(log.peak, by_kind, by_module, dict(log.flops_by_phase), collectives)
+
+
+def _tell_phases(loss: Any, log: MemoryLog) -> None:
+    """Where the loss of a micro-batch is known its forward ends: what the step does until the next is backward."""
+
+    def told(original: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any) -> Any:
+            log.begin_phase(FORWARD)
+            found = original(*args)
+            log.begin_phase(BACKWARD)
+            return found
+
+        return forward
+
+    for name in ("share", "sum_and_count"):
+        if hasattr(loss, name):
+            setattr(loss, name, told(getattr(loss, name)))
 
 
 def _breakdown(log: MemoryLog) -> tuple[dict[str, int], dict[str, dict[str, int]]]:
@@ -195,39 +216,12 @@ def _listed(ranks: tuple[int, ...]) -> str:
 
 def _axes_by_ranks(mesh: DeviceMesh) -> dict[tuple[int, ...], str]:
     """The name of the axes along which ranks lie in line, fewest axes first."""
-    names = mesh.mesh_dim_names or ()
+    names = [name for name in mesh.mesh_dim_names or () if mesh.size(name) > 1]
     found: dict[tuple[int, ...], str] = {}
     for count in range(1, len(names) + 1):
         for axes in combinations(names, count):
             found.setdefault(tuple(sorted(mesh.line(axes))), " x ".join(axes))
     return found
-
-
-def _split(job: Job, model: Any, mesh: DeviceMesh) -> None:
-    if "tp" in job.degrees:
-        plan = job.plan
-        if plan is None:
-            plan = job.source.plan_for(model, job.sequence_parallel)
-        elif callable(plan):
-            plan = plan(model)
-        parallelize_module(model, mesh if mesh.ndim == 1 else mesh["tp"], plan, src_data_rank=None)
-    if job.recompute:
-        _recompute_blocks(model)
-    if "dp_shard" in job.degrees:
-        data = mesh["dp", "dp_shard"] if "dp" in job.degrees else mesh["dp_shard"]
-        fully_shard(model, mesh=data, units="auto")
-
-
-def _recompute_blocks(model: Any) -> None:
-    platform = get_platform()
-    modules = dict(platform.get_cells_and_names(model))
-    blocks = read_roles(model, ()).blocks
-    outermost = [path for path in blocks if not any(path.startswith(f"{other}.") for other in blocks)]
-    if not outermost:
-        raise ValueError("recompute: the model has no list of blocks to compute again, and no other unit is known")
-    for path in outermost:
-        parent, _, name = path.rpartition(".")
-        setattr(modules[parent], name, platform.ckpt_wrapper(modules[path]))
 
 
 def _local(tensor: Any) -> Any:

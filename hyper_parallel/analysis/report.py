@@ -42,6 +42,7 @@ class DryRun:
     ranks: tuple[int, ...]
     batch: int
     length: int
+    microbatches: int
     dtype: str
     recompute: bool
     optimizer: str
@@ -146,14 +147,15 @@ def make_report(job: Job, run: RankRun, rank: int, ranks: tuple[int, ...], devic
     optimizer = job.optimizer if isinstance(job.optimizer, str) else getattr(job.optimizer, "__name__", "none")
     return DryRun(
         model=job.source.name,
-        degrees=dict(job.degrees),
+        degrees={axis: size for axis, size in job.degrees.sizes.items() if size > 1} or {"dp_shard": 1},
         world_size=job.world_size,
         rank=rank,
         ranks=ranks,
         batch=job.batch,
         length=job.length,
         dtype=run.dtype,
-        recompute=job.recompute,
+        microbatches=job.microbatches,
+        recompute=bool(job.recompute),
         optimizer=optimizer,
         device=job.device,
         device_memory=device_memory,

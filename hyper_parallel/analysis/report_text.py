@@ -22,7 +22,8 @@ def headline(report: DryRun) -> str:
 
 def job_line(report: DryRun) -> str:
     recompute = "blocks recomputed" if report.recompute else "no recompute"
-    return f"batch {report.batch} x {report.length} tokens, {report.optimizer}, {recompute}, on {report.device}"
+    parts = f" in {report.microbatches} parts" if report.microbatches > 1 else ""
+    return f"batch {report.batch} x {report.length} tokens{parts}, {report.optimizer}, {recompute}, on {report.device}"
 
 
 def tables(report: DryRun) -> list[Table]:

@@ -22,18 +22,20 @@ def dry_run(
         typer.Argument(help="A size (llama-70b), a Hugging Face config.json, or module:function, which builds one."),
     ],
     degrees: Annotated[
-        str, typer.Option("--degrees", "-d", help="How many ranks share what: 'dp_shard=4, tp=8'.")
-    ] = "tp=1",
-    world_size: Annotated[int | None, typer.Option(help="Ranks in all; those that no degree names are dp.")] = None,
+        str, typer.Option("--degrees", "-d", help="How many ranks share what: 'dp_shard=4, cp=2, tp=8'.")
+    ] = "dp_shard=1",
+    world_size: Annotated[int | None, typer.Option(help="Ranks in all; those not named are dp_shard.")] = None,
     rank: Annotated[int, typer.Option(help="The rank to run.")] = 0,
     all_classes: Annotated[bool, typer.Option("--all-classes", help="One rank of each class of ranks alike.")] = False,
-    batch: Annotated[int, typer.Option(help="Sequences at a time on each line along dp.")] = 1,
+    batch: Annotated[int, typer.Option(help="Sequences of a step on this rank.")] = 1,
     length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 4096,
+    microbatches: Annotated[int, typer.Option(help="Parts in which these run, one after the other.")] = 1,
     dtype: Annotated[
         str | None, typer.Option(help="Of the parameters: float32, bfloat16. Default: the config's.")
     ] = None,
+    precision: Annotated[str | None, typer.Option(help="Of the computation: bf16, fp16. Default: dtype.")] = None,
     sequence_parallel: Annotated[
-        bool | None, typer.Option(help="Cut activations between the halves of a block. Default: the plan's.")
+        bool | None, typer.Option(help="Cut activations between the halves of a block. Default: yes.")
     ] = None,
     recompute: Annotated[bool, typer.Option("--recompute", help="Compute each block again in backward.")] = False,
     optimizer: Annotated[str, typer.Option(help="adamw, adam, sgd, adagrad, rmsprop, adafactor or none.")] = "adamw",

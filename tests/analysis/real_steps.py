@@ -10,10 +10,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from hyper_parallel.analysis import rank_run
-from hyper_parallel.analysis.model_source import call_model
 from hyper_parallel.analysis.rank_run import Job
-from hyper_parallel.core.dtensor.device_mesh import init_device_mesh
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.shared.membership import Member, as_member
 
@@ -63,22 +60,21 @@ def write_config(folder: Path, name: str, **changes: Any) -> Path:
 def measured_growth(job: Job, rank: int) -> int:
     """How much the allocator's memory grows at most in a third step, when all that is kept is there already."""
     with as_member(Member(rank, job.world_size, get_platform().silent_group)):
-        mesh = init_device_mesh("cpu", tuple(job.degrees.values()), mesh_dim_names=tuple(job.degrees))
         model, inputs = job.source.build(job.length)
         if job.dtype or job.source.dtype:
             model = get_platform().cast_model(model, job.dtype or job.source.dtype)
-        rank_run._split(job, model, mesh)
-        if inputs is None:
-            ids = torch.zeros(job.batch, job.length, dtype=torch.long)
-            inputs = (ids, ids)
-            if "input_ids" in get_platform().argument_names_of(model):
-                inputs = {"input_ids": ids, "labels": ids, "use_cache": False}
+        assert inputs is None
+        ids = torch.zeros(job.batch, job.length, dtype=torch.long)
+        ids_name = "input_ids" if "input_ids" in get_platform().argument_names_of(model) else "ids"
+        run = job.split(model, {ids_name: ids, "labels": ids})
         optimizer = get_platform().make_optimizer(job.optimizer, model, "cpu")
 
         def step() -> None:
-            call_model(model, inputs).backward()
+            run.forward_backward(**{ids_name: ids, "labels": ids})
+            if job.clip_norm is not None:
+                run.clip_grad_norm_(job.clip_norm)
             optimizer.step()
-            optimizer.zero_grad()
+            run.zero_grad()
 
         step()
         step()

@@ -70,12 +70,27 @@ def test_attention_of_the_device_keeps_no_scores():
     assert long.activations_by_module["blocks.0.attention"] < scores
 
 
-def test_gradients_are_summed_over_dp():
+def test_dp_is_short_for_dp_replicate_and_the_rest_of_a_world_is_dp_shard():
     report = hp.dry_run(SMALL, "dp=2, tp=2", length=64)
-    rows = [row for row in report.collectives if row.axes == "dp"]
-    assert {row.cause for row in rows} == {"sum of gradients over dp"}
-    assert sum(row.num_bytes for row in rows) == 2 * report.num_local_parameters
-    assert hp.dry_run(SMALL, "tp=2", world_size=4, length=64).degrees == {"dp": 2, "tp": 2}
+    assert report.degrees == {"dp_replicate": 2, "tp": 2}
+    assert report == hp.dry_run(SMALL, {"dp_replicate": 2, "tp": 2}, length=64)
+    rows = [row for row in report.collectives if row.axes == "dp_replicate" and row.cause.startswith("reduce ")]
+    assert sum(row.num_bytes for row in rows) == pytest.approx(2 * report.num_local_parameters, rel=0.001)  # padded
+    assert hp.dry_run(SMALL, "tp=2", world_size=4, length=64).degrees == {"dp_shard": 2, "tp": 2}
+
+
+def test_micro_batches_keep_fewer_activations():
+    whole, parts = (hp.dry_run("llama-demo", batch=4, length=256, microbatches=one) for one in (1, 4))
+    assert parts.peak_by_kind["activations"] < 0.4 * whole.peak_by_kind["activations"]
+    assert parts.flops == whole.flops and "batch 4 x 256 tokens in 4 parts" in str(parts)
+
+
+def test_precision_is_that_of_parallelize():
+    wide, narrow = (
+        hp.dry_run(SMALL, "dp_shard=2", length=64, dtype="float32", precision=one) for one in (None, "bf16")
+    )
+    assert narrow.peak_by_kind["parameters"] == wide.peak_by_kind["parameters"]
+    assert narrow.peak_bytes < wide.peak_bytes
 
 
 def test_the_peak_names_its_line():
@@ -227,10 +242,12 @@ def test_an_optimizer_of_ones_own_and_none():
         ({"model": nn.Linear(2, 2)}, r"write dry_run\(lambda: Linear\(...\)\)"),
         ({"model": 3}, "dry_run takes a name, a path"),
         ({"model": lambda: 3}, "must return a model, or a model and its inputs; got int"),
-        ({"degrees": "tp=2, pp=4"}, "'pp' is no axis of a dry run; the axes are dp, dp_shard, tp"),
-        ({"degrees": "tp"}, "'tp' is not understood; write them as 'dp=4, tp=8'"),
-        ({"degrees": "tp=3", "world_size": 8}, "tp=3 makes 3 ranks, and the world has 8"),
-        ({"degrees": {"tp": 0}}, "tp=0 must be a whole number of ranks"),
+        ({"degrees": "tp=2, pp=4"}, "pp=4: pipelines are not there yet"),
+        ({"degrees": "tp"}, "'tp' is not of the form axis=number"),
+        ({"degrees": "tp=3", "world_size": 8}, "a multiple of 3 ranks, but the world has 8; what fits is"),
+        ({"degrees": {"tp": 0}}, "tp=0 must be a whole number from 1"),
+        ({"degrees": {"dp": 2, "dp_replicate": 2}}, "dp is short for dp_replicate, and both are given"),
+        ({"microbatches": 0}, "microbatches must be at least 1"),
         ({"rank": 4}, "rank 4 is not one of the 1 ranks 0 to 0"),
         ({"batch": 0}, "batch must be at least 1"),
         ({"device": "tpu"}, "device 'tpu' is not known; take cpu, cuda, npu"),

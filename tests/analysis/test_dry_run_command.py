@@ -39,6 +39,23 @@ def test_all_classes():
     assert [report["ranks"] for report in json.loads(done.stdout)] == [[0, 1], [2]]
 
 
+def test_options_of_parallelize():
+    arguments = (
+        "-d",
+        "dp_shard=2, cp=2",
+        "--batch",
+        2,
+        "--microbatches",
+        2,
+        "--precision",
+        "bf16",
+        "--dtype",
+        "float32",
+    )
+    (data,) = json.loads(_run("dry-run", "llama-demo", "--length", 64, *arguments, "--json").stdout)
+    assert data["degrees"] == {"dp_shard": 2, "cp": 2} and data["microbatches"] == 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -8,6 +8,7 @@ import torch
 from hyper_parallel import models
 from hyper_parallel.analysis.model_source import find_model
 from hyper_parallel.analysis.rank_run import Job, run_rank
+from hyper_parallel.parallel.degrees import Degrees
 from tests.analysis.real_steps import CONFIGS, measured_growth, write_config
 from tests.world import small_or_sweep
 
@@ -26,14 +27,24 @@ PLANS = {
     "one rank": ("ours", 1, 0, {}),
     "no optimizer state": ("ours", 2, 0, {"optimizer": "sgd"}),
     "fully sharded": ("ours", 1, 1, {"degrees": {"dp_shard": 4}}),
-    "hybrid, recompute, tied": ("tied", 1, 0, {"degrees": {"dp": 2, "dp_shard": 3}, "recompute": True}),
+    "hybrid, recompute, tied": ("tied", 1, 0, {"degrees": {"dp_replicate": 2, "dp_shard": 3}, "recompute": True}),
     "sharded tensor parallel": ("ours", 2, 3, {"degrees": {"dp_shard": 2, "tp": 2}}),
     "sharded bf16 llama": ("llama", 1, 0, {"degrees": {"dp_shard": 2}, "dtype": "bfloat16"}),
+    "sequence over ranks": ("ours", 1, 1, {"degrees": {"cp": 2}}),
+    "sequence and layers": ("ours", 1, 3, {"degrees": {"cp": 2, "tp": 2}}),
+    "sequence and shards": ("ours", 1, 2, {"degrees": {"dp_shard": 2, "cp": 2}}),
+    "hybrid, micro-batches": ("ours", 1, 1, {"degrees": {"dp_replicate": 2, "dp_shard": 2}, "microbatches": 2}),
+    "replicated, micro-batches": ("ours", 1, 1, {"degrees": {"dp_replicate": 2}, "microbatches": 2}),
+    "mixed precision": ("ours", 1, 1, {"degrees": {"dp_shard": 2}, "precision": "bf16"}),
+    "clipped": ("ours", 1, 1, {"degrees": {"dp_shard": 2, "tp": 2}, "clip_norm": 1.0}),
+    "hugging face, sequence over ranks": ("llama", 1, 1, {"degrees": {"cp": 2}}),
     **{name: (name, 2, 1, {}) for name in CONFIGS},
     **{f"{name} bf16": (name, 2, 1, {"dtype": "bfloat16"}) for name in CONFIGS},
     **{f"{name} all at once": (name, 3, 2, {"sequence_parallel": True, "recompute": True}) for name in CONFIGS},
 }
-ALWAYS = [*list(PLANS)[:8], *CONFIGS, "fully sharded", "sharded tensor parallel"]
+_OF_OTHERS = [f"{name} {how}" for name in CONFIGS for how in ("bf16", "all at once")]
+ALWAYS = [name for name in PLANS if name not in _OF_OTHERS]
+_COUNTS = 3 * 8  # of the last step's targets and rows, which a run keeps
 
 
 @pytest.fixture(autouse=True)
@@ -48,9 +59,9 @@ def _job(name, folder):
     model, tp, rank, options = PLANS[name]
     config = models.LlamaConfig(**_SIZES, max_length=128, tie_head=model == "tied")
     source = find_model(write_config(folder, model) if model in CONFIGS else config)
-    defaults = {"batch": 2, "sequence_parallel": None, "dtype": "float32", "recompute": False, "optimizer": "adamw"}
-    given = {"degrees": {"tp": tp}, **defaults, **options}
-    return Job(source=source, length=128, plan=None, device="cpu", steps=2, **given), rank
+    given = {"degrees": {"tp": tp}, "batch": 2, "dtype": "float32", **options}
+    given["degrees"] = Degrees(**{"dp_shard": 1, **given["degrees"]})
+    return Job(source=source, length=128, **given), rank
 
 
 @pytest.mark.parametrize("name", small_or_sweep(PLANS, ALWAYS))
@@ -68,7 +79,7 @@ def test_what_stays_between_steps_is_parameters_state_and_buffers(tmp_path):
     run = run_rank(job, rank)
     kept = sum(run.by_kind[kind] for kind in ("parameters", "optimizer state", "buffers", "inputs"))
     assert run.by_kind["parameters"] == 4 * run.num_local_parameters
-    assert run.resting_bytes == kept
+    assert run.resting_bytes == kept + _COUNTS
     assert run.by_kind["optimizer state"] - 2 * run.by_kind["parameters"] < 1000  # and a number for each parameter
 
 
@@ -95,9 +106,9 @@ def test_a_forgotten_result_is_counted_where_it_was_made():
     def build():
         return Keeps(), (torch.zeros(100, 100, device="meta"),)
 
-    job = Job(find_model(build), {"tp": 1}, 1, 1, {}, None, None, False, "sgd", "cpu", 2)
+    job = Job(source=find_model(build), degrees=Degrees(dp_shard=1), batch=1, length=1, optimizer="sgd")
     run = run_rank(job, 0)
-    assert run.resting_bytes == 3 * 40_000  # weight, input, what is kept
+    assert run.resting_bytes == 3 * 40_000 + _COUNTS  # weight, input, what is kept
     assert run.by_module["activations"][""] >= 40_000
 
 
