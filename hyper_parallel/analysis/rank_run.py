@@ -40,7 +40,7 @@ class Job:
     precision: Any = None
     recompute: bool | str | Callable[..., Any] = False
     offload: bool = False
-    loss: Callable[..., Any] | None = None
+    loss: Callable[[Any], Any] | None = None  # from the model to what parallelize takes as `loss`
     clip_norm: float | None = None
     optimizer: Any = "adamw"
     device: str = "cpu"
@@ -66,7 +66,7 @@ class Job:
             precision=self.precision,
             recompute=recompute,
             offload=self.offload,
-            loss=self.loss or loss_of_inputs(model, inputs),
+            loss=loss_of_inputs(model, inputs) if self.loss is None else self.loss(model),
         )
 
 

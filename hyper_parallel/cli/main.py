@@ -10,6 +10,7 @@ from hyper_parallel.cli.config import config, schema
 from hyper_parallel.cli.data import app as data
 from hyper_parallel.cli.doctor import doctor
 from hyper_parallel.cli.dry_run import dry_run
+from hyper_parallel.cli.forecast import forecast
 from hyper_parallel.cli.launch import launch
 from hyper_parallel.cli.train import train
 
@@ -24,6 +25,7 @@ app.command("doctor")(doctor)
 app.command("dry-run")(dry_run)
 app.command("config")(config)
 app.command("schema")(schema)
+app.command("forecast")(forecast)
 app.command("train")(train)
 app.command("launch")(launch)
 app.add_typer(ckpt)

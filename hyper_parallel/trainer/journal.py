@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.platform import get_platform
+from hyper_parallel.trainer.forecast.measured import MeasuredForecast, line_of
 from hyper_parallel.trainer.loggers import open_loggers
 from hyper_parallel.trainer.metrics import MetricsFile
 
@@ -41,6 +42,9 @@ class Journal:
         self._metrics = MetricsFile(folder, trainer.run.step)
         self._loggers = open_loggers(config.log, folder)
         self._started()
+        self._forecast = MeasuredForecast(config, trainer)
+        if self._forecast.forecast is not None:
+            self._write("forecast", step=trainer.run.step, **self._forecast.forecast.as_data())
 
     # ---------------------------------------------------------------- what ranks tell rank 0
 
@@ -100,6 +104,10 @@ class Journal:
             logger.log(step, {name: values[name] for name in ("loss", "grad_norm", "lr", "tokens_per_second")})
         if self._is_shown(step):
             self._say(self._line(step, values, memory))
+        if self._forecast.is_due(step):
+            compared = self._forecast.compare()
+            self._write("forecast_measured", step=step, **compared)
+            self._say(line_of(compared))
 
     def _line(self, step: int, values: dict[str, Any], memory: list[int]) -> str:
         done = step - self._first_step

@@ -13,6 +13,7 @@ from hyper_parallel.launch.environments import find_place
 from hyper_parallel.launch.local import run_local
 from hyper_parallel.trainer.config.run_config import RunConfig
 from hyper_parallel.trainer.config.showing import resolved_toml
+from hyper_parallel.trainer.forecast import FORECAST_FILE, forecast_run
 
 if TYPE_CHECKING:
     from hyper_parallel.trainer.config.loading import LoadedConfig
@@ -38,7 +39,12 @@ def start(loaded: LoadedConfig) -> int:
     text = config_text(config)
     place = find_place()
     if place is None or place.rank == 0:
+        forecast = forecast_run(config, *((place.size, place.local_size) if place is not None else ()))
+        print(forecast.table(), flush=True)
+        if not forecast.fits:
+            return 2
         folder.mkdir(parents=True, exist_ok=True)
+        (folder / FORECAST_FILE).write_text(json.dumps(forecast.as_data()), encoding="utf-8")
         (folder / RESOLVED_FILE).write_text(resolved_toml(loaded), encoding="utf-8")
     if place is not None:
         run_rank(text)

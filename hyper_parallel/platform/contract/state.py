@@ -49,6 +49,10 @@ class State(ABC):
         """The most bytes that this process had at a time: of the device, or of the host on a CPU."""
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
+    def device_memory(self) -> int | None:
+        """The bytes of this process's device, or on a CPU those of the host that are free; None: not known."""
+        return None
+
     def optimizer_groups(self, optimizer: Any) -> list[tuple[list[Any], dict[str, Any]]]:
         """(parameters, options as plain values) of each parameter group."""
         raise TypeError(f"a {type(optimizer).__name__} does not tell its parameters, so its state has no names")

@@ -10,9 +10,22 @@ from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 from typing_extensions import Self
 
+from hyper_parallel.analysis.byte_sizes import parse_bytes
 from hyper_parallel.launch.durations import seconds_of
 
-__all__ = ["STRICT", "Count", "Duration", "Flag", "Fraction", "Positive", "Problem", "Section", "Text", "Whole"]
+__all__ = [
+    "STRICT",
+    "Bytes",
+    "Count",
+    "Duration",
+    "Flag",
+    "Fraction",
+    "Positive",
+    "Problem",
+    "Section",
+    "Text",
+    "Whole",
+]
 
 STRICT = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
@@ -25,6 +38,14 @@ def _is_duration(text: str) -> str:
     return text
 
 
+def _is_bytes(text: str) -> str:
+    try:
+        parse_bytes(text)
+    except ValueError:
+        raise PydanticCustomError("allowed", "{allowed}", {"allowed": 'an amount of memory such as "80GB"'}) from None
+    return text
+
+
 # A text is no number, 1 is no flag: nothing is converted but whole numbers where any number will do.
 Count = Annotated[int, Field(strict=True, ge=1)]
 Whole = Annotated[int, Field(strict=True, ge=0)]
@@ -33,6 +54,7 @@ Fraction = Annotated[float, Field(strict=True, ge=0, le=1)]
 Flag = Annotated[bool, Field(strict=True)]
 Text = Annotated[str, Field(min_length=1)]
 Duration = Annotated[str, AfterValidator(_is_duration)]
+Bytes = Annotated[str, AfterValidator(_is_bytes)]
 
 
 class Problem(NamedTuple):

@@ -14,10 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from hyper_parallel.platform.host.free_memory import free_host_memory
+from hyper_parallel.platform.torch.base.devices import get_device_handle, get_device_type
 from hyper_parallel.platform.torch.modules.state import _without_wrappers, _wrappers
 
 __all__ = [
     "blank_optimizer_slots",
+    "device_memory",
     "named_state_parameters",
     "new_optimizer",
     "optimizer_groups",
@@ -170,3 +173,9 @@ def peak_memory() -> int:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def device_memory() -> int | None:
+    if get_device_type() == "cpu":
+        return free_host_memory()
+    return int(get_device_handle().get_device_properties(0).total_memory)

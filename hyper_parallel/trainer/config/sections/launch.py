@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from pydantic.dataclasses import dataclass
 
-from hyper_parallel.trainer.config.section import STRICT, Count, Duration, Problem, Section, Text, Whole
+from hyper_parallel.trainer.config.section import STRICT, Bytes, Count, Duration, Problem, Section, Text, Whole
 
 __all__ = ["LaunchConfig"]
 
@@ -30,6 +30,8 @@ class LaunchConfig(Section):
     """Save and leave after this time, as "11h50m", before the scheduler's limit ends the job."""
     timeout: Duration = "10m"
     """How long a rank waits for another one before it gives up."""
+    device_memory: Bytes | None = None
+    """Memory for one rank, as "80GB": a run that needs more is not started; without it what the device has."""
 
     def problems(self) -> Iterator[Problem]:
         if self.host_rank >= self.hosts:
