@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import time
 
 import pytest
 import torch
 
 from hyper_parallel import CommRecorder
 from hyper_parallel.platform import get_platform
-from hyper_parallel.platform.checks.collective_observers import observers, wait_observers
+from hyper_parallel.platform.checks.collective_observers import end_observers, observers, wait_observers
 from hyper_parallel.platform.shared.membership import Member, as_member
 from tests.frameworks import collectives, on_mindspore, ours
 from tests.world import run_on_ranks
@@ -168,6 +169,28 @@ def check_platform_observers():
     assert waited == [told[1]]
 
 
+def check_times():
+    told = []
+    stop = platform.time_collectives(lambda *told_now: told.append(told_now))
+    before = time.perf_counter()
+    collectives.all_reduce(torch.ones(2), None)
+    platform.barrier()
+    handle = collectives.all_gather_into_tensor(torch.ones(3), None, True)[1]
+    assert len(told) == 1
+    time.sleep(0.02)
+    handle.wait()
+    stop()
+    collectives.all_reduce(torch.ones(5), None)
+    after = time.perf_counter()
+    assert [one[:6] for one in told] == [
+        ("all_reduce", [0, 1], (2,), "float32", 8, False),
+        ("all_gather_into_tensor", [0, 1], (3,), "float32", 12, True),
+    ]
+    (begin, end), (second, waited) = ((one[6], one[7]) for one in told)
+    assert before < begin < end < second < waited - 0.02 < after
+    assert not end_observers
+
+
 def check_begun_before():
     """Of what was begun before somebody watched, nothing is told; a handle is told to whoever watches at its wait."""
     before = collectives.all_reduce(torch.ones(2), None, True)[1]
@@ -211,6 +234,7 @@ CHECKS = [
     check_barriers_and_objects,
     check_lists,
     check_platform_observers,
+    check_times,
     check_begun_before,
     check_comm_recorder,
     check_groups_of_one,

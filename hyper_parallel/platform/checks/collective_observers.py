@@ -2,11 +2,12 @@
 
 Told are collectives, messages of tensors and of objects, and barriers, in groups of two ranks or more. An operation
 that the caller waits for itself, with the handle that it got, is told again when that wait has ended; of one that
-returns when it is complete there is nothing more to tell.
+returns when it is complete there is nothing more to tell, but to who wants to know the times of both.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -38,7 +39,9 @@ Observer = Callable[[CollectiveCall], None]
 observers: list[Observer] = []
 wait_observers: list[Observer] = []  # told with the very object that was told at the launch
 list_belongs_to_rank(observers)
+end_observers: list[Observer] = []  # told of collectives that are complete, in whichever way; with the very object
 list_belongs_to_rank(wait_observers)
+list_belongs_to_rank(end_observers)
 
 
 def announce(
@@ -63,7 +66,7 @@ def announce(
         call = CollectiveCall(op, group, tuple(data.shape), data.dtype, num_bytes, async_op, peer, tag, splits)
     for observer in observers:
         observer(call)
-    return call if wait_observers else None
+    return call if wait_observers or end_observers else None
 
 
 class ToldHandle:
@@ -81,10 +84,18 @@ class ToldHandle:
         if call is not None:
             for observer in wait_observers:
                 observer(call)
+            tell_end(call)
         return result
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._handle, name)
+
+
+def tell_end(call: CollectiveCall | None) -> None:
+    """Tell that an operation is complete."""
+    if call is not None:
+        for observer in end_observers:
+            observer(call)
 
 
 def telling(handle: Any, call: CollectiveCall | None) -> Any:
@@ -106,3 +117,35 @@ def observe(
 
     told.append(observer)
     return lambda: told.remove(observer)
+
+
+def observe_times(
+    tell: Callable[[str, list[int], Any, str, int, bool, float, float], None],
+    ranks_of: Callable[[Any], list[int]],
+    dtype_name: Callable[[Any], str],
+) -> Callable[[], None]:
+    """As :func:`observe`, when an operation on tensors is complete, with when it began and ended; how to stop.
+
+    The times are of ``time.perf_counter``. One that the caller waits for itself ends with that wait.
+    """
+    begun: dict[int, tuple[CollectiveCall, float]] = {}
+
+    def began(call: CollectiveCall) -> None:
+        if call.dtype is not None:
+            begun[id(call)] = call, time.perf_counter()
+
+    def ended(call: CollectiveCall) -> None:
+        end = time.perf_counter()
+        _, begin = begun.pop(id(call), (call, None))
+        if begin is not None:
+            dtype = dtype_name(call.dtype)
+            tell(call.op, ranks_of(call.group), call.shape, dtype, call.num_bytes, call.async_op, begin, end)
+
+    observers.append(began)
+    end_observers.append(ended)
+
+    def stop() -> None:
+        observers.remove(began)
+        end_observers.remove(ended)
+
+    return stop

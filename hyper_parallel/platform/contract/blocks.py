@@ -139,6 +139,15 @@ class Blocks(ABC):
         """
 
     @staticmethod
+    @abstractmethod
+    def time_collectives(tell: Any) -> Any:
+        """Call ``tell(op, ranks, shape, dtype, num_bytes, async_op, begin, end)`` when a collective or message of
+        tensors is complete; returns how to stop.
+
+        The times are of ``time.perf_counter`` on the host; what the caller waits for itself ends with its first wait.
+        """
+
+    @staticmethod
     def drawing_alike(seed: int, number: int) -> Any:
         """:func:`seeded` where the framework's generator can be put back as it was; else nothing."""
         del seed, number

@@ -31,6 +31,7 @@ from hyper_parallel.platform.checks.collective_observers import (
     CollectiveCall,
     announce,
     observers,
+    tell_end,
     telling,
     wait_observers,
 )
@@ -137,6 +138,7 @@ def _given(result: Tensor, handle: Any, async_op: bool, call: CollectiveCall | N
     if async_op:
         return result, telling(handle, call)
     handle.wait()
+    tell_end(call)
     return result
 
 
@@ -294,9 +296,10 @@ def irecv(tensor: Tensor, src: int | None = None, group: Any = None, tag: int = 
 
 def exchange(tensor: Tensor, peer_rank: int, group: ProcessGroup) -> Tensor:
     """Send to and receive from the same world rank."""
-    if observers:
-        announce("p2p_exchange", group, tensor, peer=peer_rank)
-    return group.transport.exchange(group.channel, detached(tensor), group.ranks.index(peer_rank))
+    call = announce("p2p_exchange", group, tensor, peer=peer_rank) if observers else None
+    received = group.transport.exchange(group.channel, detached(tensor), group.ranks.index(peer_rank))
+    tell_end(call)
+    return received
 
 
 def _checked_for_message(function: str, data: Any, group_info: Any) -> ProcessGroup:

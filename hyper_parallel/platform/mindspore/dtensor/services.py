@@ -11,7 +11,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, mint, nn
 
-from hyper_parallel.platform.checks.collective_observers import observe, observers, wait_observers
+from hyper_parallel.platform.checks.collective_observers import observe, observe_times, observers, wait_observers
 from hyper_parallel.platform.mindspore import private_api
 from hyper_parallel.platform.mindspore.base.memory import from_array
 from hyper_parallel.platform.mindspore.base.tensors import dtype_name, str_to_dtype, tensor_to_numpy
@@ -149,6 +149,11 @@ def observe_collectives(tell: Callable[[str, list[int], Any, str, int, bool], No
 def observe_waits(tell: Callable[[str, list[int], Any, str, int, bool], None]) -> Callable[[], None]:
     """Call ``tell`` with the same arguments when a wait for an operation has ended; returns how to stop."""
     return observe(wait_observers, tell, get_process_group_ranks, dtype_name)
+
+
+def time_collectives(tell: Callable[[str, list[int], Any, str, int, bool, float, float], None]) -> Callable[[], None]:
+    """Call ``tell`` with the same arguments, begin and end when a collective on tensors is complete; how to stop."""
+    return observe_times(tell, get_process_group_ranks, dtype_name)
 
 
 @contextmanager

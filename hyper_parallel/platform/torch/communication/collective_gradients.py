@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from hyper_parallel.platform.checks.collective_observers import announce, observers
+from hyper_parallel.platform.checks.collective_observers import announce, observers, tell_end
 from hyper_parallel.platform.shared.collective_gradients import Framework, make_functions
 from hyper_parallel.platform.torch.communication import collectives, group_facts, groups
 from hyper_parallel.platform.torch.communication.lost_ranks import completed, naming_lost_ranks
@@ -43,14 +43,14 @@ def _exchange(tensor: torch.Tensor, peer_rank: int, group: dist.ProcessGroup) ->
         facts.ledger.receive(place, 0, tensor.numel(), tensor.dtype)
     if tensor.numel() == 0:
         return received
-    if observers:
-        announce("p2p_exchange", group, tensor, peer=peer_rank)
+    call = announce("p2p_exchange", group, tensor, peer=peer_rank) if observers else None
     # As bytes, which every backend moves. In one batch: two ranks that each send first and receive after would
     # block each other on an accelerator.
     sent = group_facts.as_bytes(group_facts.contiguous(tensor))
     if isinstance(group, PretendGroup):
         group.send([sent], facts.places[peer_rank])
         group.recv([group_facts.as_bytes(received)], facts.places[peer_rank]).wait()
+        tell_end(call)
         return received
     with naming_lost_ranks():
         works = dist.batch_isend_irecv(
@@ -61,6 +61,7 @@ def _exchange(tensor: torch.Tensor, peer_rank: int, group: dist.ProcessGroup) ->
         )
     for work in works:
         completed(work)
+    tell_end(call)
     return received
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.platform.checks.collective_observers import CollectiveCall, ToldHandle, telling
+from hyper_parallel.platform.checks.collective_observers import CollectiveCall, ToldHandle, tell_end, telling
 from hyper_parallel.platform.torch.communication.lost_ranks import CommunicationError, Handle, completed, named
 
 __all__ = ["AllHandles", "PendingResult", "finished", "given"]
@@ -62,6 +62,8 @@ def given(result: Any, work: Any, async_op: bool, call: CollectiveCall | None) -
             raise
         except RuntimeError as error:
             raise named(error) from error
+    if call is not None:
+        tell_end(call)
     return result
 
 
@@ -71,4 +73,5 @@ def finished(result: Any, work: Any, async_op: bool, call: CollectiveCall | None
     if async_op:
         return result, telling(handle, call)
     handle.wait()
+    tell_end(call)
     return result

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hyper_parallel.platform.checks.collective_observers import observe, observers, wait_observers
+from hyper_parallel.platform.checks.collective_observers import observe, observe_times, observers, wait_observers
 from hyper_parallel.platform.torch.base.devices import get_device_type
 from hyper_parallel.platform.torch.base.dtensor_base import (
     DTensorBase,
@@ -191,6 +191,11 @@ def observe_waits(tell: Callable[[str, list[int], Any, str, int, bool], None]) -
     return observe(wait_observers, tell, get_process_group_ranks, dtype_name)
 
 
+def time_collectives(tell: Callable[[str, list[int], Any, str, int, bool, float, float], None]) -> Callable[[], None]:
+    """Call ``tell`` with the same arguments, begin and end when a collective on tensors is complete; how to stop."""
+    return observe_times(tell, get_process_group_ranks, dtype_name)
+
+
 @contextmanager
 def seeded(seed: int, number: int) -> Iterator[None]:
     """Inside, PyTorch's own generator starts from a state that the two numbers give, the same on every rank."""
@@ -254,5 +259,6 @@ __all__ = [
     "replace_block",
     "replicate_plain_tensors",
     "seeded",
+    "time_collectives",
     "to_device",
 ]
