@@ -96,14 +96,14 @@ def _is_an_example(text):
 def test_python_block_runs(text, tmp_path, forks):
     script = tmp_path / "block.py"
     script.write_text(text)
-    statuses, output = _run_on_processes(forks, script, 2 if re.search("init_process_group|launch.join", text) else 1)
+    statuses, output = _run_on_processes(forks, script, 2 if re.search(r"init_process_group|run\.mine", text) else 1)
     assert set(statuses) == {0}, output
 
 
 def test_readme_shows_an_example_as_it_is_and_the_command_that_runs_it_on_two_processes():
     (shown,) = [block.values[0] for block in _blocks("python") if block.id.startswith("README")]
-    assert shown == (ROOT / "examples" / "tensor_parallel.py").read_text()
-    assert ".venv/bin/torchrun --standalone --nproc-per-node 2 examples/tensor_parallel.py" in _commands()
+    assert shown == (ROOT / "examples" / "hugging_face.py").read_text()
+    assert ".venv/bin/torchrun --standalone --nproc-per-node 2 examples/hugging_face.py tp=2" in _commands()
 
 
 @pytest.mark.parametrize(

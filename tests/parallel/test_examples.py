@@ -34,7 +34,7 @@ def _losses(processes, *arguments):
 @pytest.mark.processes("an example, as a user starts it")
 def test_losses_do_not_depend_on_the_degrees(tmp_path, sweep):
     want = _losses(1)
-    assert len(want) == 6 and want[-1] < want[0] - 0.2
+    assert len(want) == 6 and want[-1] < want[0] - 0.1
     more = ((2, "cp=2"), (2, "dp_replicate=2"), (4, "cp=2, tp=2"), (4, "dp_shard=2, cp=2")) if sweep else ()
     for processes, degrees in ((2, "tp=2"), (4, "dp_shard=2, tp=2"), *more):
         got = _losses(processes, degrees, tmp_path / str(processes))
@@ -42,7 +42,7 @@ def test_losses_do_not_depend_on_the_degrees(tmp_path, sweep):
     assert (tmp_path / "4" / "checkpoint" / "metadata.json").exists()
     if not on_mindspore:
         resumed = _losses(2, "dp_shard=2", tmp_path / "4")
-        assert resumed[0] < want[3]
+        assert resumed[-1] < want[-1] - 0.1  # from the weights of that folder
 
 
 def test_both_frameworks_show_the_same_calls():
