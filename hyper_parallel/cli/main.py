@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from hyper_parallel import __version__
+from hyper_parallel.cli.check import check
 from hyper_parallel.cli.ckpt import app as ckpt
 from hyper_parallel.cli.config import config, schema
 from hyper_parallel.cli.data import app as data
@@ -25,6 +26,7 @@ app.command("doctor")(doctor)
 app.command("dry-run")(dry_run)
 app.command("config")(config)
 app.command("schema")(schema)
+app.command("check")(check)
 app.command("forecast")(forecast)
 app.command("train")(train)
 app.command("launch")(launch)
