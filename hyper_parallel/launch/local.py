@@ -205,6 +205,10 @@ class _Supervisor:
                 if self._asked is not None and all(death.is_echo for death in failure.deaths):
                     return self._stopped_status  # They lost those that stopped first.
                 raise failure
+            if self._asked is not None and -self._asked in statuses:
+                # It knew nothing of the signal yet, and those that do may wait for it to come.
+                end_ranks(self._ranks, self._end_seconds)
+                return self._stopped_status
             if None not in statuses:
                 stopped = [status for status in statuses if status]
                 if self._asked is None and stopped:

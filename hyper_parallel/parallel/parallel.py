@@ -50,6 +50,7 @@ class Parallel:
         self._meshes = meshes
         self._loss = loss
         self._has_values = False
+        self._place = meshes.batch_place()  # Once: `part_of` is also called by threads that are no rank.
         #: The number of the next step, which random numbers are addressed by; in checkpoints.
         self.step = 0
         self._first_row, self._num_rows = (0, -1), 0
@@ -87,13 +88,13 @@ class Parallel:
         range(0, 4)
         """
         mine = self.part_of(samples)
-        place, num_places = self._meshes.batch_place()
+        place, num_places = self._place
         self._first_row = parts_of(len(samples), num_places)[place][0], len(mine)
         return mine
 
     def part_of(self, samples: Any) -> Any:
         """What :meth:`mine` gives, of a batch that is not the next one."""
-        place, num_places = self._meshes.batch_place()
+        place, num_places = self._place
         begin, end = parts_of(len(samples), num_places)[place]
         return samples[begin:end]
 
@@ -192,7 +193,7 @@ class Parallel:
         begin, count = self._first_row
         rows = self._num_rows
         if count != rows:
-            begin = self._meshes.batch_place()[0] * rows
+            begin = self._place[0] * rows
         return draws_by_sample(step=self.step, rows=SampleRows(begin + part.first, max(1, part.rows)))
 
     def _set_aside(self) -> dict[str, Any]:

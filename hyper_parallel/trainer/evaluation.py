@@ -11,6 +11,7 @@ from hyper_parallel.trainer.batches import Feeder
 
 if TYPE_CHECKING:
     from hyper_parallel.data.dataset import Dataset
+    from hyper_parallel.launch.signals import StopRequest
     from hyper_parallel.parallel.parallel import Parallel
     from hyper_parallel.trainer.config.sections.evaluation import EvalConfig
 
@@ -35,8 +36,8 @@ class Evaluation:
         every = self._config.every
         return self._feeder is not None and bool(every) and (step % every == 0 or step == num_steps)
 
-    def loss(self) -> float:
-        """The mean over all targets of the samples."""
+    def loss(self, stop: StopRequest) -> float | None:
+        """The mean over all targets of the samples; None: a rank was asked to stop meanwhile."""
         assert self._feeder is not None and self._data is not None
         read = get_platform().tensor_to_numpy
         count = min(self._config.samples, self._data.num_samples)
@@ -44,7 +45,10 @@ class Evaluation:
         for begin in range(0, count, self._batch):
             numbers, batch = self._feeder.load(np.arange(begin, min(begin + self._batch, count)))
             self._run.mine(numbers)
+            self._run.tell = (int(stop.flag),)
             loss = self._run.loss_of(**self._feeder.arguments(batch))
+            if stop.heard(int(read(self._run.told)[0])):
+                return None
             number = int(read(self._run.counts.targets))  # type: ignore[union-attr]
             if number:
                 total, targets = total + float(read(loss)) * number, targets + number

@@ -3,6 +3,11 @@
 Note [One reading a step]
 Nothing is read on the host inside a step. Behind it the loss, the norm and what ranks told each other are read at once;
 every rank sees the same numbers, so every rank decides alike: to stop, to save, to give up.
+
+Note [Stopping before the first step]
+Data can take hours to prepare, and values minutes to read. A request to stop that comes meanwhile is looked at between
+the two and before the loop, by all ranks together, and ends the preparation of data at once. Nothing is saved then:
+what there is to go on from is what the run began with.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hyper_parallel.core.dtensor.random.random_state import manual_seed
+from hyper_parallel.data.dataset import Dataset
 from hyper_parallel.data.opening import open_data, open_validation
 from hyper_parallel.data.prefetch import Prefetch
 from hyper_parallel.launch.durations import seconds_of
@@ -34,6 +40,10 @@ from hyper_parallel.trainer.proofs import find_spelling
 from hyper_parallel.trainer.schedule import rate_factor
 
 __all__ = ["Result", "Trainer"]
+
+
+class _Asked(Exception):
+    """This rank is to stop."""
 
 
 @dataclass
@@ -58,22 +68,30 @@ class Trainer:
             raise TypeError(f"Trainer takes a RunConfig, got a {type(config).__name__}")
         self.config = config
 
-    def train(self) -> Result:
-        """Train until the run is complete, or asked to stop; then its state is saved."""
-        config = self.config
-        limit = config.launch.stop_after
-        with StopRequest(after=None if limit is None else seconds_of(limit)) as stop:
-            join(timeout=seconds_of(config.launch.timeout))
-            self._prepare()
-            try:
-                result = self._loop(stop)
-            finally:
-                self.journal.close()
-        return result
+    def train(self, stop: StopRequest | None = None) -> Result:
+        """Train until the run is complete, or asked to stop; then its state is saved.
+
+        Signals are caught meanwhile, which only the main thread of a process can do. ``stop`` is a request of the
+        caller's in place of that: entered, or one that catches nothing.
+        """
+        limit = self.config.launch.stop_after
+        if stop is None:
+            with StopRequest(after=None if limit is None else seconds_of(limit)) as own:
+                return self.train(own)
+        join(timeout=seconds_of(self.config.launch.timeout))
+        if not self._prepare(stop):
+            if get_platform().get_rank() == 0:
+                print(f"stopped by {stop.reason} before a step was made", flush=True)
+            return Result("stopped", self.run.step, stop.exit_code, stop.reason)
+        try:
+            return self._loop(stop)
+        finally:
+            self.journal.close()
 
     # ---------------------------------------------------------------- before the first step
 
-    def _prepare(self) -> None:
+    def _prepare(self, stop: StopRequest) -> bool:
+        """All that a step needs; False if the run was asked to stop, see Note [Stopping before the first step]."""
         config = self.config
         manual_seed(config.train.seed)
         model = build_model(config.model, config.train.dtype)
@@ -89,8 +107,9 @@ class Trainer:
             recompute=None if config.recompute.mode == "none" else config.recompute.mode,
             loss=None if takes_labels(model) else aligned_loss,
         )
-        self.data = open_data(config.data, seed=config.train.seed)
-        validation = open_validation(config.eval.data or config.data, seed=config.train.seed)
+        validation = self._open_data(stop)
+        if self._is_asked(stop):
+            return False
         for data in (self.data, validation):
             vocabulary = model_vocabulary(model)
             if data is not None and vocabulary is not None:
@@ -103,9 +122,34 @@ class Trainer:
         self.optimizer: Any = None
         self._resume_or_begin()
         spelling = find_spelling(self.run, self.data)
+        if self._is_asked(stop):
+            return False
         self.feeder = Feeder(self.run, self.data, spelling)
         self.evaluation = Evaluation(self.run, validation, config.eval, config.train.batch, spelling)
         self.journal = Journal(config, self)
+        return True
+
+    def _open_data(self, stop: StopRequest) -> Dataset | None:
+        """Open what is trained on; what is evaluated on. Preparing it ends early where this rank is to stop."""
+
+        def progress(*done: Any) -> None:
+            if stop.flag:
+                raise _Asked
+
+        config = self.config
+        try:
+            self.data = open_data(config.data, seed=config.train.seed, progress=progress)
+            return open_validation(config.eval.data or config.data, seed=config.train.seed, progress=progress)
+        except _Asked:
+            return None
+
+    def _is_asked(self, stop: StopRequest) -> bool:
+        """Whether a rank was asked to stop. forward: all-reduce of a number over all ranks; no backward."""
+        platform, mesh = get_platform(), self.run.mesh
+        flag = platform.index_tensor([[int(stop.flag)]], platform.get_device_type())
+        if mesh.size() > 1:
+            flag = platform.all_reduce(flag, mesh.get_group(tuple(range(mesh.ndim))))
+        return stop.heard(int(platform.tensor_to_numpy(flag)[0, 0]))
 
     def _resume_or_begin(self) -> None:
         config = self.config
@@ -132,9 +176,12 @@ class Trainer:
                 step = self.run.step
                 result.step, result.losses[step] = step, measured["loss"]
                 measured["seconds"] = {"data": loaded - begin, **measured["seconds"]}
-                if self.evaluation.is_due(step, self.num_steps):
-                    self.journal.evaluated(step, self.evaluation.loss())
                 is_stopped = stop.heard(measured["told"][0])
+                if not is_stopped and self.evaluation.is_due(step, self.num_steps):
+                    loss = self.evaluation.loss(stop)
+                    is_stopped = loss is None
+                    if loss is not None:
+                        self.journal.evaluated(step, loss)
                 if is_stopped or self.checkpoints.is_due(step) or step == self.num_steps:
                     waited = self._save(step, at_once=is_stopped or step == self.num_steps)
                     measured["seconds"]["save"] = waited

@@ -12,7 +12,7 @@ from pydantic.dataclasses import dataclass
 
 from hyper_parallel.data.config import DataConfig
 from hyper_parallel.parallel.degrees import AXES, REST
-from hyper_parallel.trainer.config.section import STRICT, Problem, Section
+from hyper_parallel.trainer.config.section import STRICT, Data, Problem, Section
 from hyper_parallel.trainer.config.sections.checkpoint import AUTO, NEVER, CheckpointConfig
 from hyper_parallel.trainer.config.sections.evaluation import EvalConfig
 from hyper_parallel.trainer.config.sections.launch import LaunchConfig
@@ -32,12 +32,12 @@ __all__ = ["RunConfig"]
 class RunConfig(Section):
     """A run: what is trained, on what, how, on how many ranks. Frozen; sections may be given as dicts.
 
-    >>> RunConfig(model={"name": "llama-demo"}, train={"steps": 10, "batch": 8}).world_size
+    >>> RunConfig(model={"name": "llama-demo"}, data={"length": 64}, train={"steps": 10, "batch": 8}).world_size
     1
     """
 
     model: ModelConfig
-    data: DataConfig = Field(default_factory=DataConfig)
+    data: Data = Field(default_factory=DataConfig)
     train: TrainConfig
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)

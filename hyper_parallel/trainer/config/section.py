@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
-from pydantic import AfterValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
 from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 from typing_extensions import Self
 
 from hyper_parallel.analysis.byte_sizes import parse_bytes
+from hyper_parallel.data.config import DataConfig
 from hyper_parallel.launch.durations import seconds_of
 
 __all__ = [
     "STRICT",
     "Bytes",
     "Count",
+    "Data",
     "Duration",
     "Flag",
     "Fraction",
@@ -55,6 +57,14 @@ Flag = Annotated[bool, Field(strict=True)]
 Text = Annotated[str, Field(min_length=1)]
 Duration = Annotated[str, AfterValidator(_is_duration)]
 Bytes = Annotated[str, AfterValidator(_is_bytes)]
+
+
+def _from_dict(value: Any, info: ValidationInfo) -> Any:
+    # DataConfig converts nothing, and for a dataclass that means dicts too; those of a file come as JSON and are taken.
+    return DataConfig(**value) if info.mode == "python" and isinstance(value, dict) else value
+
+
+Data = Annotated[DataConfig, BeforeValidator(_from_dict)]
 
 
 class Problem(NamedTuple):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pydantic.dataclasses import dataclass
 
-from hyper_parallel.data.config import DataConfig
-from hyper_parallel.trainer.config.section import STRICT, Count, Section, Whole
+from hyper_parallel.trainer.config.section import STRICT, Count, Data, Section, Whole
 
 __all__ = ["EvalConfig"]
 
@@ -18,5 +17,5 @@ class EvalConfig(Section):
     """Steps between evaluations; 0: none."""
     samples: Count = 256
     """How many samples are evaluated each time, always the same ones."""
-    data: DataConfig | None = None
+    data: Data | None = None
     """Where they come from; without it, from what data.validation or data.validation_path set apart."""
