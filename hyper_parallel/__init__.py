@@ -91,6 +91,7 @@ _HOME_OF = {
     "HeadParallel": f"{_TENSOR_PARALLEL}.fused_and_head_styles",
     "deferred_init": f"{_MODULES}.deferred",
     "materialize": f"{_MODULES}.deferred",
+    "add_lora": f"{_MODULES}.lora",
     "hugging_face_init": f"{_MODULES}.hugging_face_init",
     "number_initial_values": f"{_MODULES}.initial_values",
     "loss_parallel": f"{_TENSOR_PARALLEL}.loss",

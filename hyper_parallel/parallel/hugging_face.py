@@ -9,6 +9,8 @@ from typing import Any
 
 from hyper_parallel.core.distributed_checkpoint.foreign.hugging_face import load_hugging_face, save_hugging_face
 from hyper_parallel.core.modules.deferred import materialize
+from hyper_parallel.core.modules.lora import is_of_adapter
+from hyper_parallel.parallel.adapter_files import merged_state
 from hyper_parallel.platform import get_platform
 
 __all__ = ["load_folder", "require_memory", "save_folder"]
@@ -31,11 +33,13 @@ _OF_TOKENIZERS = (
 
 
 def load_folder(parts: Sequence[Any], folder: Any, **options: Any) -> Any:
-    """Fill models from a folder; those without memory get it first. Every rank reads its own bytes."""
+    """Fill models from a folder; those without memory get it first. Every rank reads its own bytes; adapters are not in
+    the files."""
     found = None
     for part in parts:
         _give_memory(part)
         state = _platform.get_model_state_dict(part, options=None)
+        state = {name: value for name, value in state.items() if not is_of_adapter(name)}
         found = load_hugging_face(state, folder, **options)
     return found
 
@@ -66,9 +70,11 @@ def _fill_with_zeros(model: Any) -> None:
 
 
 def save_folder(model: Any, folder: Any, *, tokenizer: Any = None, **options: Any) -> None:
-    """The weights, by all ranks; and by one of them the config, generation config and the tokenizer's files."""
+    """The weights, with adapters merged into them, by all ranks; by one of them the config, generation config and the
+    tokenizer's files.
+    """
     path = Path(folder)
-    save_hugging_face(_platform.get_model_state_dict(model, options=None), path, **options)
+    save_hugging_face(merged_state(model), path, **options)
     if _platform.get_rank() == 0:
         for name in ("config", "generation_config"):
             save = getattr(getattr(model, name, None), "save_pretrained", None)

@@ -19,6 +19,7 @@ from hyper_parallel.core.fully_shard.hsdp_module import HSDPModule
 from hyper_parallel.core.modules.deferred import materialize
 from hyper_parallel.core.shard.dispatching.mixing import implicit_replication
 from hyper_parallel.core.tensor_parallel.single_device_code import map_tensors
+from hyper_parallel.parallel.adapter_files import save_adapters
 from hyper_parallel.parallel.counts import Counts, plain, total_counts
 from hyper_parallel.parallel.degrees import Degrees
 from hyper_parallel.parallel.explanation import explain
@@ -286,34 +287,49 @@ class Parallel:
         """
         save_folder(self.model, folder, tokenizer=tokenizer, **options)
 
-    def state_dict(self, optimizer: Any = None) -> dict[str, Any]:
-        """The state of the run, of the model, and of the optimizer, by the names of one device."""
-        run = {"step": self.step, "seed": initial_seed()}
-        if optimizer is None:
-            return {"run": run, "model": state_dicts.get_model_state_dict(self.model)}
-        model, state = state_dicts.get_state_dict(self.model, optimizer)
-        return {"run": run, "model": model, "optimizer": state}
+    def save_adapters(self, folder: Any, *, base: str | None = None) -> None:
+        """Write the adapters of :func:`hyper_parallel.add_lora` as peft reads them; ``base`` says of which model."""
+        save_adapters(self.model, folder, base=base)
 
-    def save(self, path: Any, optimizer: Any = None, *, background: bool = False, **more: Any) -> Any:
+    def state_dict(self, optimizer: Any = None, *, frozen: bool = True) -> dict[str, Any]:
+        """The state of the run, of the model, and of the optimizer, by the names of one device.
+
+        Without ``frozen`` parameters that are not trained are left out.
+        """
+        run = {"step": self.step, "seed": initial_seed()}
+        model = state_dicts.get_model_state_dict(self.model)
+        if not frozen:
+            kept = {name for name, parameter in self.named_parameters() if not _platform.requires_grad(parameter)}
+            model = {name: value for name, value in model.items() if name not in kept}
+        if optimizer is None:
+            return {"run": run, "model": model}
+        return {"run": run, "model": model, "optimizer": state_dicts.get_optimizer_state_dict(self.model, optimizer)}
+
+    def save(
+        self, path: Any, optimizer: Any = None, *, background: bool = False, frozen: bool = True, **more: Any
+    ) -> Any:
         """Write a checkpoint of the model, the optimizer and ``more``, which loads under any other degrees.
 
-        With ``background`` the state is copied and written while training goes on; a handle with ``result()``.
+        With ``background`` the state is copied and written while training goes on; a handle with ``result()``. Without
+        ``frozen`` parameters that are not trained are left out, as the weights that adapters are added to.
         """
         write = async_save if background else save
-        return write({**self.state_dict(optimizer), **_named(more, "save")}, checkpoint_id=path)
+        return write({**self.state_dict(optimizer, frozen=frozen), **_named(more, "save")}, checkpoint_id=path)
 
-    def load(self, path: Any, optimizer: Any = None, **more: Any) -> dict[str, Any]:
+    def load(self, path: Any, optimizer: Any = None, *, frozen: bool = True, **more: Any) -> dict[str, Any]:
         """Fill the model, the optimizer and ``more`` from a checkpoint; what ``more`` has become.
 
-        ``more`` are the names that were given to :meth:`save`, with None or a value with ``load_state_dict``.
+        ``more`` are the names that were given to :meth:`save`, with None or a value with ``load_state_dict``. Without
+        ``frozen`` parameters that are not trained stay as they are.
         """
-        state = {**self.state_dict(optimizer), **_named(more, "load")}
+        state = {**self.state_dict(optimizer, frozen=frozen), **_named(more, "load")}
         load(state, checkpoint_id=path)
+        model = {**state_dicts.get_model_state_dict(self.model), **state["model"]}
         if optimizer is None:
-            state_dicts.set_model_state_dict(self.model, state["model"])
+            state_dicts.set_model_state_dict(self.model, model)
         else:
             state_dicts.set_state_dict(
-                self.model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+                self.model, optimizer, model_state_dict=model, optim_state_dict=state["optimizer"]
             )
         manual_seed(state["run"]["seed"])
         self.step = state["run"]["step"]

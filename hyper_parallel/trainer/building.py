@@ -5,18 +5,21 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.core.modules.deferred import deferred_init
+from hyper_parallel.core.modules.lora import add_lora
 from hyper_parallel.models.llama_config import LlamaConfig
 from hyper_parallel.models.llama_sizes import llama_size
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.platform import PlatformType
+from hyper_parallel.trainer.config.sections.model import DEFAULT_TARGETS
 
 if TYPE_CHECKING:
     from hyper_parallel.parallel.parallel import Parallel
-    from hyper_parallel.trainer.config.sections.model import ModelConfig
+    from hyper_parallel.trainer.config.sections.model import LoraConfig, ModelConfig
 
 __all__ = ["build_model", "give_values", "model_vocabulary"]
 
@@ -35,7 +38,24 @@ def build_model(config: ModelConfig, dtype: str) -> Any:
             model = getattr(importlib.import_module(module), function)(**config.args)
             if not isinstance(model, platform.Module):
                 raise TypeError(f"model.build: {config.build} returned a {type(model).__name__}, not a model")
-        return platform.cast_parameters(model, dtype)
+        model = platform.cast_parameters(model, dtype)
+    if config.lora is not None:
+        _add_adapters(model, config.lora)
+    return model
+
+
+def _add_adapters(model: Any, config: LoraConfig) -> None:
+    targets = config.targets
+    if targets == DEFAULT_TARGETS:  # Names of many models; those of this one.
+        platform = get_platform()
+        linears = [
+            path for path, one in platform.get_cells_and_names(model) if platform.linear_weight_dims(one) is not None
+        ]
+        targets = tuple(one for one in targets if any(fnmatchcase(path, one) for path in linears)) or targets
+    try:
+        add_lora(model, rank=config.rank, alpha=config.alpha, dropout=config.dropout, targets=targets)
+    except ValueError as error:
+        raise ValueError(f"model.lora.targets: {error}") from None
 
 
 def _sizes(config: ModelConfig) -> LlamaConfig:

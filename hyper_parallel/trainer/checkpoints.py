@@ -27,6 +27,7 @@ class Checkpoints:
     def __init__(self, config: RunConfig) -> None:
         self._config = config.checkpoint
         self.folder = config.checkpoint_folder
+        self.hold_frozen = config.model.lora is None or config.model.lora.save_frozen
         self._running: tuple[int, Any] | None = None
 
     def to_resume(self) -> Path | None:
@@ -48,7 +49,8 @@ class Checkpoints:
         begin = time.perf_counter()
         self.finish()
         background = self._config.background and not at_once
-        handle = run.save(self.folder / f"step-{step}", optimizer, background=background, **more)
+        where = self.folder / f"step-{step}"
+        handle = run.save(where, optimizer, background=background, frozen=self.hold_frozen, **more)
         if background:
             self._running = step, handle
         else:

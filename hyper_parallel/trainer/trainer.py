@@ -158,9 +158,13 @@ class Trainer:
             give_values(self.run, config.model, config.train.seed)
             self.optimizer = make_optimizer(config.optimizer, self.run.named_parameters())
             return
-        self.run.materialize(seed=config.train.seed)
+        if self.checkpoints.hold_frozen:
+            self.run.materialize(seed=config.train.seed)
+        else:
+            give_values(self.run, config.model, config.train.seed)
         self.optimizer = make_optimizer(config.optimizer, self.run.named_parameters())
-        more = self.run.load(self.resumed_from, self.optimizer, order=None)
+        frozen = self.checkpoints.hold_frozen
+        more = self.run.load(self.resumed_from, self.optimizer, frozen=frozen, order=None)
         self.order.load_state(more["order"])
 
     # ---------------------------------------------------------------- the loop
@@ -192,8 +196,8 @@ class Trainer:
                     result.status, result.exit_code, result.reason = "stopped", stop.exit_code, stop.reason
                     break
         self.checkpoints.finish()
-        if result.status == "finished" and self.config.checkpoint.export_hugging_face:
-            self.run.save_hugging_face(Path(self.config.log.folder) / "hugging_face", tokenizer=self._tokenizer())
+        if result.status == "finished":
+            self._export()
         self.journal.ended(result)
         return result
 
@@ -228,6 +232,13 @@ class Trainer:
         waited = self.checkpoints.save(self.run, self.optimizer, step, at_once=at_once, order=self.order.state())
         self.journal.saved(step, waited)
         return waited
+
+    def _export(self) -> None:
+        config, folder = self.config, Path(self.config.log.folder)
+        if config.model.lora is not None:
+            self.run.save_adapters(folder / "adapter", base=config.model.hugging_face or config.model.weights)
+        if config.checkpoint.export_hugging_face:
+            self.run.save_hugging_face(folder / "hugging_face", tokenizer=self._tokenizer())
 
     def _tokenizer(self) -> Path | None:
         given = self.config.data.tokenizer

@@ -26,6 +26,7 @@ from hyper_parallel.core.modules.initial_values import (
     number_initial_values,
     number_of,
 )
+from hyper_parallel.core.modules.lora import fill_adapters
 from hyper_parallel.platform import get_platform
 
 
@@ -79,6 +80,7 @@ def materialize(module: Any, *, device: Any = None, init: Callable[[Any], Any] |
                     module.init_weights()
                 wanted = [one for one in wanted if not one.has_values()]
             platform.reset_parameters(module, [one.distributed for one in wanted], fill_random_, draws_of_module)
+    fill_adapters(module, {id(one.distributed) for one in made.values()})
     missing = [one.name for one in made.values() if not one.has_values()]
     if missing:
         raise RuntimeError(

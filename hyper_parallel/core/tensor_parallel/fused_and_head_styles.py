@@ -26,6 +26,7 @@ from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.mesh_axes import axes_within, on_axes, replicated_elsewhere, widened
 from hyper_parallel.core.dtensor.placement_types import Partial, Replicate, Shard
 from hyper_parallel.core.modules.boundary import InputBoundary, OutputBoundary
+from hyper_parallel.core.modules.lora import adapter_of
 from hyper_parallel.core.modules.module_parameters import distribute_parameter, split_parameter
 from hyper_parallel.core.modules.placements import Placements, check_placements, per_axis
 from hyper_parallel.core.modules.plain_parameters import refuse_sharded_uses
@@ -379,6 +380,11 @@ def _linear_dims(module: Any, where: str) -> tuple[int, int]:
 
 
 def _linear_function(module: Any, where: str) -> Any:
+    if adapter_of(module) is not None:
+        raise ValueError(
+            f"{where}: the layer has an adapter, which is for the whole weight; use ColwiseParallel or "
+            "RowwiseParallel, or leave the layer out of add_lora's targets"
+        )
     linear = _platform.linear_function(module)
     if linear is None:
         raise TypeError(

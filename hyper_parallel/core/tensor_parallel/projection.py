@@ -12,11 +12,13 @@ to the others. So a whole bias is added to the sum, where every rank has it anyw
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
 from hyper_parallel.core.modules.boundary import InputBoundary, OutputBoundary
+from hyper_parallel.core.modules.lora import Adapter
 from hyper_parallel.platform import get_platform
 
 _platform = get_platform()
@@ -27,12 +29,21 @@ Linear = Callable[[Any, Any, Any], Any]  # (x, weight, bias or None) -> the laye
 class Projection:
     """The forward function of a linear layer whose parameters are cut."""
 
-    def __init__(self, linear: Linear, on_input: InputBoundary, on_output: OutputBoundary, bias_behind: bool) -> None:
+    def __init__(
+        self,
+        linear: Linear,
+        on_input: InputBoundary,
+        on_output: OutputBoundary,
+        bias_behind: bool,
+        adapter: Adapter | None = None,
+    ) -> None:
         self.linear, self.on_input, self.on_output, self.bias_behind = linear, on_input, on_output, bias_behind
+        self.adapter = adapter
 
     def __call__(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         (x,) = args or kwargs.values()
-        out = multiply(x, self.on_input, self.linear, module.weight, module.bias, self.on_output, self.bias_behind)
+        linear = self.linear if self.adapter is None else functools.partial(self.adapter.multiply, module)
+        out = multiply(x, self.on_input, linear, module.weight, module.bias, self.on_output, self.bias_behind)
         return self.on_output.plain(out) if self.on_output.local and isinstance(out, DTensor) else out
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard
 from hyper_parallel.core.modules.boundary import InputBoundary, OutputBoundary
+from hyper_parallel.core.modules.lora import adapter_of
 from hyper_parallel.core.modules.module_parameters import distribute_parameter, replicate_parameters
 from hyper_parallel.core.modules.placements import Placements, check_placements, per_axis
 from hyper_parallel.core.tensor_parallel.prepare import (
@@ -69,17 +70,20 @@ class _ShardedWeight(ParallelStyle):
         lengths = {} if dims is None else {-1: _platform.own_parameters(module)["weight"].shape[dims[1]]}
         distribute_parameter(module, _platform.weight_name(module), device_mesh, weight, self.src_data_rank, where)
         distribute_parameter(module, "bias", device_mesh, bias, self.src_data_rank, where)
+        adapter = adapter_of(module)
+        for name, placements in {} if adapter is None else adapter.placements(weight, dims).items():
+            distribute_parameter(module, name, device_mesh, placements, self.src_data_rank, where)
         on_input = InputBoundary(device_mesh, per_axis(self.input_layouts, device_mesh), wanted, where, lengths)
         on_output = OutputBoundary(
             device_mesh, per_axis(self.output_layouts, device_mesh), self.use_local_output, where
         )
-        linear = _platform.linear_function(module)
+        linear = _platform.linear_function(module) if adapter is None else adapter.linear
         if linear is None:
             hook_values(module, on_input, on_output)
         else:
             is_partial = any(placement.is_shard() for placement in wanted)
             bias_behind = is_partial and not on_output.keeps_partial and not any(one.is_shard() for one in bias)
-            _platform.replace_forward(module, Projection(linear, on_input, on_output, bias_behind))
+            _platform.replace_forward(module, Projection(linear, on_input, on_output, bias_behind, adapter))
         return module
 
     @abstractmethod

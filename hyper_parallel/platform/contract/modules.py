@@ -96,6 +96,16 @@ class Modules(ABC):
         return None
 
     @staticmethod
+    @abstractmethod
+    def linear(x: Any, weight: Any) -> Any:
+        """``x`` times the transpose of ``weight``, which has a dim for outputs and one for inputs."""
+
+    @staticmethod
+    @abstractmethod
+    def dropout(x: Any, probability: float) -> Any:
+        """``x`` with elements zeroed by chance, and the others scaled up."""
+
+    @staticmethod
     def replace_forward(module: Any, forward: Callable[..., Any]) -> None:
         """Let ``forward(module, ...)`` compute the module's output; hooks stay around it."""
         raise TypeError(f"the forward function of a {type(module).__name__} cannot be replaced on this platform")

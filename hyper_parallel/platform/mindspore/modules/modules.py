@@ -13,7 +13,7 @@ from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import Parameter, Tensor, mint, nn
+from mindspore import Parameter, Tensor, mint, nn, ops
 
 from hyper_parallel.platform.mindspore import private_api
 from hyper_parallel.platform.mindspore.base import devices
@@ -105,6 +105,14 @@ def _linear(x: Any, weight: Any, bias: Any) -> Any:
     given = (x, weight) if bias is None else (x, weight, bias)
     out = zeros_of((*x.shape[:-1], weight.shape[0]), x.dtype, *given)
     return out if bias is None or has_no_elements(out) else out + bias
+
+
+def linear(x: Any, weight: Any) -> Any:
+    return _linear(x, weight, None)
+
+
+def dropout(x: Any, probability: float) -> Any:
+    return ops.dropout(x, probability)
 
 
 def replace_forward(module: nn.Cell, forward: Callable[..., Any]) -> None:

@@ -85,6 +85,14 @@ def _transposed_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
     return nn.functional.linear(x, weight.transpose(0, 1), bias)
 
 
+def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return nn.functional.linear(x, weight)
+
+
+def dropout(x: torch.Tensor, probability: float) -> torch.Tensor:
+    return nn.functional.dropout(x, probability)
+
+
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
     """Let ``forward(module, ...)`` compute the module's output; hooks stay around it, and copies have it too."""
     module.forward = types.MethodType(forward, module)

@@ -15,11 +15,12 @@ from pydantic.dataclasses import dataclass
 from hyper_parallel.models.llama_config import LlamaConfig
 from hyper_parallel.models.llama_sizes import LLAMA_SIZES
 from hyper_parallel.trainer.config.builders import problems_of_call
-from hyper_parallel.trainer.config.section import STRICT, Count, Fraction, Positive, Problem, Section, Text
+from hyper_parallel.trainer.config.section import STRICT, Count, Flag, Fraction, Positive, Problem, Section, Text
 
-__all__ = ["SCRATCH", "LoraConfig", "ModelConfig"]
+__all__ = ["DEFAULT_TARGETS", "SCRATCH", "LoraConfig", "ModelConfig"]
 
 SCRATCH = "scratch"
+DEFAULT_TARGETS = ("*proj*", "*attention.*", "*feed_forward.*")
 _PLAIN = "llama"  # the sizes of LlamaConfig, all of which args may change
 
 
@@ -33,8 +34,10 @@ class LoraConfig(Section):
     """The adapters' output is multiplied by alpha / rank."""
     dropout: Fraction = 0.0
     """Part of the adapters' inputs that is zeroed in training."""
-    targets: tuple[Text, ...] = ("*proj*", "*attention.*", "*feed_forward.*")
+    targets: tuple[Text, ...] = DEFAULT_TARGETS
     """Patterns of the names of linear layers that get an adapter."""
+    save_frozen: Flag = True
+    """Checkpoints hold the model's own weights too; false: they are read from model.weights again at a resume."""
 
 
 @dataclass(config=STRICT, kw_only=True, frozen=True)

@@ -1,0 +1,98 @@
+"""Adapters on their way out: merged into the weights they belong to, or by themselves as peft reads them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from hyper_parallel.core.distributed_checkpoint.foreign.hugging_face import save_hugging_face
+from hyper_parallel.core.modules.lora import DOWN, UP, adapted_layers, is_of_adapter
+from hyper_parallel.platform import get_platform
+
+__all__ = ["has_adapters", "merged_state", "save_adapters"]
+
+_platform = get_platform()
+
+
+def has_adapters(model: Any) -> bool:
+    """Whether a layer of the model has an adapter."""
+    return next(adapted_layers(model), None) is not None
+
+
+def merged_state(model: Any) -> dict[str, Any]:
+    """The model's state without adapters; what they add is in the weights, under the weights' layouts.
+
+    The model is left as it is. forward: what the product of B and A needs to lie as the weight does.
+    """
+    state = _platform.get_model_state_dict(model, options=None)
+    merged = {name: value for name, value in state.items() if not is_of_adapter(name)}
+    parameters = _platform.named_state_parameters(model)
+    with _platform.no_grad():
+        for path, module, adapter in adapted_layers(model):
+            name = _joined(path, "weight")
+            weight = state[name]
+            tied = [other for other, one in parameters.items() if one is parameters[name] and other != name]
+            if tied:
+                raise ValueError(
+                    f"the adapter of {path!r} cannot be merged: its weight is also {tied[0]!r}, which has none; save "
+                    "the adapters by themselves (save_adapters), or leave the layer out of targets"
+                )
+            down, up = state[_joined(path, DOWN)], state[_joined(path, UP)]
+            addition = up @ down
+            if _platform.linear_weight_dims(module) == (1, 0):
+                addition = addition.T
+            merged[name] = _laid_as(weight + addition * adapter.scale, weight)
+    return merged
+
+
+def save_adapters(model: Any, folder: Any, *, base: str | None = None) -> None:
+    """Write a folder that ``peft.PeftModel.from_pretrained(model, folder)`` opens; every rank calls it.
+
+    ``base`` is where the model is from, for programs that look for it.
+    """
+    layers = list(adapted_layers(model))
+    if not layers:
+        raise ValueError(f"save_adapters: {type(model).__name__} has no adapters; add_lora adds them")
+    path = Path(folder)
+    state = _platform.get_model_state_dict(model, options=None)
+    named = {
+        f"base_model.model.{_joined(where, name)}.weight": state[_joined(where, name)]
+        for where, _, _ in layers
+        for name in (DOWN, UP)
+    }
+    aside = path / ".weights"
+    save_hugging_face(named, aside)
+    if _platform.get_rank() == 0:
+        (aside / "model.safetensors").replace(path / "adapter_model.safetensors")
+        shutil.rmtree(aside)
+        (path / "adapter_config.json").write_text(json.dumps(_config(layers, base), indent=2) + "\n", encoding="utf-8")
+    if _platform.get_world_size() > 1:
+        _platform.barrier()
+
+
+def _config(layers: list[tuple[str, Any, Any]], base: str | None) -> dict[str, Any]:
+    adapter = layers[0][2]
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": adapter.rank,
+        "lora_alpha": adapter.alpha,
+        "lora_dropout": adapter.dropout,
+        "target_modules": [path for path, _, _ in layers],
+        "bias": "none",
+        "fan_in_fan_out": any(_platform.linear_weight_dims(module) == (1, 0) for _, module, _ in layers),
+        "inference_mode": True,
+        "init_lora_weights": True,
+    }
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _laid_as(value: Any, weight: Any) -> Any:
+    layout = getattr(weight, "layout", None)
+    return value if not hasattr(value, "redistribute") else value.redistribute(weight.device_mesh, layout)
