@@ -107,6 +107,7 @@ class Llama(nn.Module):
         logits = self.head(self.norm(x))
         if labels is None:
             return logits
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # 8 bits are too few for a sum of losses
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 

@@ -63,7 +63,8 @@ class Tensors(ABC):
     @staticmethod
     @abstractmethod
     def cross_entropy_sum(logits: Any, targets: Any, ignored: int) -> Any:
-        """The sum of the cross entropies of rows of logits with classes; a target ``ignored`` counts nothing."""
+        """The sum of the cross entropies of rows of logits with classes, in float32 or wider; a target ``ignored``
+        counts nothing."""
 
     @abstractmethod
     def cast_fp_tensor(self, dtype: Any, x: Any) -> Any:

@@ -84,6 +84,8 @@ def is_tensor(obj: object) -> bool:
 
 
 def cross_entropy_sum(logits: Tensor, targets: Tensor, ignored: int) -> Tensor:
+    if logits.dtype in (ms.float16, ms.bfloat16):
+        logits = ops.cast(logits, ms.float32)
     return ops.cross_entropy(logits, targets, ignore_index=ignored, reduction="sum")
 
 

@@ -84,6 +84,7 @@ def is_tensor(obj: object) -> bool:
 
 
 def cross_entropy_sum(logits: torch.Tensor, targets: torch.Tensor, ignored: int) -> torch.Tensor:
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return torch.nn.functional.cross_entropy(logits, targets, ignore_index=ignored, reduction="sum")
 
 
