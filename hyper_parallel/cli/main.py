@@ -13,6 +13,7 @@ from hyper_parallel.cli.doctor import doctor
 from hyper_parallel.cli.dry_run import dry_run
 from hyper_parallel.cli.forecast import forecast
 from hyper_parallel.cli.launch import launch
+from hyper_parallel.cli.pipeline import app as pipeline
 from hyper_parallel.cli.train import train
 
 app = typer.Typer(
@@ -32,6 +33,7 @@ app.command("train")(train)
 app.command("launch")(launch)
 app.add_typer(ckpt)
 app.add_typer(data)
+app.add_typer(pipeline)
 
 
 def _print_version(wanted: bool) -> None:

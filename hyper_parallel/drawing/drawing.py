@@ -5,13 +5,16 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, overload
 
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.pipeline_parallel.simulate import Timeline, simulate
+from hyper_parallel.core.pipeline_parallel.table import Table
 from hyper_parallel.drawing.scene import ModuleLine, Piece, Scene
 from hyper_parallel.drawing.svg import svg_of
 from hyper_parallel.drawing.text import table_of
+from hyper_parallel.drawing.timeline import TimelineDrawing
 from hyper_parallel.drawing.watch import piece_of, scene_of_parameters, scene_of_run
 from hyper_parallel.platform import get_platform
 
@@ -52,18 +55,29 @@ class Drawing:
         return self.svg
 
 
-def draw(what: Any, *args: Any, **kwargs: Any) -> Drawing:
+@overload
+def draw(what: Table | Timeline) -> TimelineDrawing: ...
+
+
+@overload
+def draw(what: Any, *args: Any, **kwargs: Any) -> Drawing: ...
+
+
+def draw(what: Any, *args: Any, **kwargs: Any) -> Drawing | TimelineDrawing:
     """A drawing of a model, a distributed tensor, a layout, or a dict of names to these.
 
     With inputs behind a model, ``draw(model, ids)``, the model is run once on them without gradients, on every rank,
     and the drawing shows the way through it: what each module got and gave, and every collective between. Without
-    inputs it shows where the parameters lie. A ``Layout`` has no sizes; give the tensor's shape behind it.
+    inputs it shows where the parameters lie. A ``Layout`` has no sizes; give the tensor's shape behind it. The table
+    or the timeline of a pipeline is drawn as time from left to right.
 
     >>> from hyper_parallel import Layout
     >>> mesh = Layout((2, 2), ("dp", "tp"), init_backend=False)
     >>> draw({"x": mesh("dp", "None"), "weight": mesh("None", "tp")})
     Drawing(layouts, 2 lines)
     """
+    if isinstance(what, (Table, Timeline)) and not args and not kwargs:
+        return TimelineDrawing(simulate(what) if isinstance(what, Table) else what)
     platform = get_platform()
     if isinstance(what, platform.Module):
         return Drawing(scene_of_run(what, args, kwargs) if args or kwargs else scene_of_parameters(what))

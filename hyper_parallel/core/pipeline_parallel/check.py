@@ -41,11 +41,12 @@ def _over_budget(table: Table, budget: float | Sequence[float], sizes: Sizes | N
     if len(budgets) != table.num_ranks:
         raise ValueError(f"budget of {len(budgets)} ranks for a table of {table.num_ranks}; give one number or all")
     unit = "chunks" if sizes is None else "bytes"
+    lean = ", ".join(name for name in ("1f1b", "v_half", "v_min") if name != table.name)
     return [
         Fault(
             peak.place,
             f"{at(table, peak.place)}: {peak.size:g} {unit} are alive on rank {rank}, its budget is {most:g}; take a "
-            "schedule that keeps less (1f1b, v_half, v_min), more ranks, or smaller microbatches",
+            f"schedule that keeps less ({lean}), more ranks, or smaller microbatches",
         )
         for rank, (peak, most) in enumerate(zip(peaks(table, sizes), budgets, strict=True))
         if peak.size > most

@@ -49,7 +49,8 @@ class Times:
             numbers = []
         if len(numbers) not in (3, 4):
             raise ValueError(f"times {text!r}: write forward, input gradient, weight gradient (, message): 1,1.2,.8")
-        return cls(*numbers[:3], message=numbers[3] if len(numbers) > 3 else 0.0)
+        forward, inputs, weights, message = (*numbers, 0.0)[:4]
+        return cls(forward, inputs, weights, message)
 
     def of(self, step: Action, share: float) -> float:
         """The time of a computation on a stage that is ``share`` of its rank."""
