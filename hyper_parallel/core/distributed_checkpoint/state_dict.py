@@ -9,13 +9,14 @@
 The state of optimizers is kept by the *name* of the parameter, never by its number:
 
     {"state": {"layer.weight": {"exp_avg": DTensor, "exp_avg_sq": DTensor, "step": tensor}, ...},
-     "param_groups": [{"params": ["layer.weight", ...], "lr": 0.1, "betas": (0.9, 0.999)}, ...],
-     "stepped": ["layer.weight", ...]}
+     "options": {"layer.weight": {"lr": 0.1, "betas": (0.9, 0.999)}, ...},
+     "stepped": {"layer.weight": True, ...}}
 
 so it fits a program with other parameter groups, another order of them, or another number of optimizers, and moments
-are cut as their parameters are, so that they load under any other layout. ``stepped`` names the parameters for which
-the optimizer has made a step. The others have slots in ``state`` too, to load into, but their values mean nothing: an
-optimizer that takes this state over starts with them as if new.
+are cut as their parameters are, so that they load under any other layout. ``stepped`` tells whether the optimizer has
+made a step for a parameter. Those without have slots in ``state`` too, to load into, but their values mean nothing: an
+optimizer that takes this state over starts with them as if new. A rank tells only of the parameters that it has a part
+of: those of other pipeline stages are told by theirs, and a checkpoint keeps every name by itself.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from hyper_parallel.core.distributed_checkpoint.planning.flatten import Entries
 from hyper_parallel.core.dtensor.distribute import distribute_tensor
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
 from hyper_parallel.platform import get_platform
@@ -75,18 +77,18 @@ def get_optimizer_state_dict(model: Any, optimizers: Any) -> dict[str, Any]:
     """The state of one optimizer, or of several as if they were one; see the top of this file for its form."""
     platform = get_platform()
     owners = _Owners(model, optimizers)
-    state: dict[str, dict[str, Any]] = {}
-    stepped = []
+    state: dict[str, dict[str, Any]] = Entries()
+    stepped, options_of = Entries(), Entries()
     for name, (optimizer, parameter) in owners.by_name.items():
         slots = platform.optimizer_slots(optimizer, parameter)
-        if slots:
-            stepped.append(name)
-        elif platform.needs_grad(parameter):
+        stepped[name] = bool(slots)
+        if not slots and platform.needs_grad(parameter):
             slots = platform.blank_optimizer_slots(optimizer, parameter)
         if slots:
             state[name] = slots
-    groups = [{"params": names, **options} for _, _, names, options in owners.groups]
-    return {"state": state, "param_groups": groups, "stepped": stepped}
+    for _, _, names, options in owners.groups:
+        options_of.update((name, dict(options)) for name in names)
+    return {"state": state, "options": options_of, "stepped": stepped}
 
 
 def set_optimizer_state_dict(model: Any, optimizers: Any, optim_state_dict: Mapping[str, Any]) -> None:
@@ -158,6 +160,7 @@ class _Owners:
         self.aliases = _first_names(model)
         first_names = {id(p): self.aliases[name] for name, p in platform.named_state_parameters(model).items()}
         self.by_name: dict[str, tuple[Any, Any]] = {}
+        self.elsewhere: set[str] = set()
         self.groups: list[tuple[Any, int, list[str], dict[str, Any]]] = []
         self.optimizers = _as_list(optimizers)
         for number, optimizer in enumerate(self.optimizers):
@@ -175,6 +178,9 @@ class _Owners:
                         raise ValueError(
                             f"'{name}' is in two places of the optimizers; its state can only be kept once"
                         )
+                    if isinstance(parameter, DTensor) and parameter.device_mesh.get_coordinate() is None:
+                        self.elsewhere.add(name)  # of another stage, whose ranks know what was done with it
+                        continue
                     self.by_name[name] = (optimizer, parameter)
                     names.append(name)
                 self.groups.append((optimizer, index, names, options))
@@ -187,21 +193,18 @@ def _as_list(optimizers: Any) -> list[Any]:
 def _plan_optimizers(model: Any, optimizers: Any, given: Mapping[str, Any]) -> Any:
     """Check everything; what is returned does it."""
     platform = get_platform()
-    for key in ("state", "param_groups", "stepped"):
+    for key in ("state", "options", "stepped"):
         if key not in given:
             raise ValueError(
                 f"set_state_dict: the state of the optimizers has no {key!r}, only {sorted(given)}: pass what "
                 "get_state_dict gave"
             )
     owners = _Owners(model, optimizers)
-    options_of = {
-        owners.aliases.get(name, name): {key: value for key, value in group.items() if key != "params"}
-        for group in given["param_groups"]
-        for name in group["params"]
-    }
+    options_of = {owners.aliases.get(name, name): options for name, options in given["options"].items()}
     state = {owners.aliases.get(name, name): slots for name, slots in given["state"].items()}
-    stepped = {owners.aliases.get(name, name) for name in given["stepped"]}
-    unexpected = [name for name in [*options_of, *sorted(stepped)] if name not in owners.by_name]
+    stepped = {owners.aliases.get(name, name) for name, has in given["stepped"].items() if has}
+    known = owners.by_name.keys() | owners.elsewhere
+    unexpected = [name for name in [*options_of, *sorted(stepped)] if name not in known]
     _complain(
         "set_state_dict: the optimizers",
         [name for name in owners.by_name if name not in options_of],

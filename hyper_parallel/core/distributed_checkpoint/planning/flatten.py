@@ -1,7 +1,8 @@
 """A nested state dict as flat names: ``{"model": {"w": tensor}, "step": 3}`` holds ``model.w`` and ``step``.
 
 Dicts and lists are entered where there is a tensor inside; what holds no tensor is one object, whatever it is made of.
-So the state to load into may have any placeholder for an object, ``None`` for instance.
+So the state to load into may have any placeholder for an object, ``None`` for instance. A dict of which ranks hold
+different names is an :class:`Entries`, each of whose values has a name of its own in the checkpoint.
 """
 
 from __future__ import annotations
@@ -10,6 +11,13 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from hyper_parallel.platform import get_platform
+
+
+class Entries(dict[str, Any]):
+    """A dict whose values are kept apart in a checkpoint, also where none is a tensor: ranks may hold different ones.
+
+    Of an ordinary dict without tensors, which is one object, only the first rank's would be kept.
+    """
 
 
 class Leaf(NamedTuple):
@@ -59,7 +67,7 @@ def _walk(name: str, value: Any, container: Any, place: Any, is_tensor: Any) -> 
         children = enumerate(value)
     else:
         children = ()
-    found = False
+    found = isinstance(value, Entries)
     leaves: list[tuple[str, Leaf]] = []
     for key, item in children:
         has_tensor, inner = _walk(f"{name}.{key}", item, value, key, is_tensor)
