@@ -14,6 +14,7 @@ from hyper_parallel.core.distributed_checkpoint.load import load
 from hyper_parallel.core.distributed_checkpoint.save import save
 from hyper_parallel.core.dtensor.random.by_sample import draws_by_sample
 from hyper_parallel.core.dtensor.random.random_state import initial_seed, manual_seed
+from hyper_parallel.core.dtensor.random.sample_address import at_address, current
 from hyper_parallel.core.dtensor.random.sample_rows import SampleRows
 from hyper_parallel.core.fully_shard.hsdp_module import HSDPModule
 from hyper_parallel.core.modules.deferred import materialize
@@ -159,7 +160,7 @@ class Parallel:
         if not part.rows:
             share = share * 0
         if backward:
-            _platform.backward(share)
+            self._backward(share)
         return _platform.detached(share)
 
     def _step_counted_behind(self, parts: list[MicroBatch], like: Any, backward: bool) -> Any:
@@ -174,13 +175,19 @@ class Parallel:
             if not part.rows:
                 value, count = value * 0, count * 0
             if backward:
-                _platform.backward(value)
+                self._backward(value)
             sums.append(_platform.detached(value))
             numbers.append(count if _platform.is_tensor(count) else _platform.full_like(sums[-1], count))
         total = self._summed(numbers)
         if backward:
             self._divide_gradients(total, before)
         return self._summed(sums) / total
+
+    @staticmethod
+    def _backward(loss: Any) -> None:
+        # Recomputation without memory leaves the address of its draws behind: PyTorch's fork_rng skips such devices.
+        with at_address(current.address):
+            _platform.backward(loss)
 
     def _prepared(self, part: MicroBatch, is_last: bool) -> dict[str, Any]:
         self._reduce_now(is_last)

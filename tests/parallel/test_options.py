@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import hyper_parallel as hp
+from hyper_parallel.core.dtensor.random.sample_address import current
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.shared.membership import Member, as_member
 from hyper_parallel.testing import threads
@@ -95,6 +96,7 @@ def test_any_rank_runs_without_memory(degrees):
                 loss = run.forward_backward(ids, labels=ids)
             optimizer = torch.optim.AdamW(run.parameters())
             optimizer.step()
+            assert current.address is None, "draws of the program would be addressed from now on"
             assert loss.device.type == "meta" and loss.shape == () and recorder.counts
             for parameter, gradient in zip(run.parameters(), run.gradients(), strict=True):
                 assert gradient.shape == parameter.shape and gradient.device.type == "meta"
