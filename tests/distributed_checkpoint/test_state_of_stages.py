@@ -98,7 +98,7 @@ SPLITS = {"even": [[0, 1], [2, 3]], "uneven": [[0], [1, 2, 3]], "v": [[0, 3], [1
 
 
 @run_on_ranks(2)
-@pytest.mark.parametrize("saved, loaded", [("even", "one"), ("even", "v"), ("one", "uneven"), ("v", "even")])
+@pytest.mark.parametrize(("saved", "loaded"), [("even", "one"), ("even", "v"), ("one", "uneven"), ("v", "even")])
 def test_a_checkpoint_of_stages_goes_on_under_another_split(saved: str, loaded: str, tmp_path: Any) -> None:
     rank = get_platform().get_rank()
     model, optimizer = _build(SPLITS[saved][rank])

@@ -123,6 +123,16 @@ class State(ABC):
 
     @staticmethod
     @abstractmethod
+    def clip_by_norm_(gradients: Any, total_norm: Any, max_norm: float, foreach: bool | None = None) -> None:
+        """Scale gradients whose norm, together with that of others perhaps, is ``total_norm``, as clipping does."""
+
+    @staticmethod
+    @abstractmethod
+    def total_of_norms(norms: Any, norm_type: float) -> Any:
+        """What ``get_total_norm`` makes of tensors with these norms, in this order, to the bit; 0 for none."""
+
+    @staticmethod
+    @abstractmethod
     def set_global_norms(global_norms: Any) -> Any:
         """Let ``global_norms(tensors, order)`` give the norms of tensors of which some are distributed."""
 

@@ -23,12 +23,14 @@ from hyper_parallel.platform.shared.tensor_arguments import listed_tensors
 
 __all__ = [
     "block_norms",
+    "clip_by_norm_",
     "clip_grad_norm_",
     "complete_norms",
     "finished_norm",
     "get_total_norm",
     "install_optimizer_steps",
     "set_global_norms",
+    "total_of_norms",
 ]
 
 Tensors = Tensor | Iterable[Tensor]
@@ -65,6 +67,15 @@ def clip_grad_norm_(
     gradients = [_grad_of(parameter) for parameter in _as_list("clip_grad_norm_", parameters)]
     gradients = [gradient for gradient in gradients if gradient is not None]
     total_norm = get_total_norm(gradients, norm_type, error_if_nonfinite, foreach)
+    clip_by_norm_(gradients, total_norm, max_norm, foreach)
+    return total_norm
+
+
+def clip_by_norm_(
+    gradients: Sequence[Tensor], total_norm: Tensor, max_norm: float, foreach: bool | None = None
+) -> None:
+    """Multiply gradients whose norm, with others perhaps, is ``total_norm`` by min(1, max_norm / (norm + 1e-6))."""
+    del foreach
     with private_api.no_grad():
         limit, little, one = (full((), number, total_norm.dtype) for number in (max_norm, 1e-6, 1.0))
         scale = ops.minimum(limit / (total_norm + little), one)
@@ -72,7 +83,6 @@ def clip_grad_norm_(
             block = detached(_block(gradient))
             if block.numel():
                 write(block, block * tensor_type_cast(scale, block.dtype))
-    return total_norm
 
 
 def get_total_norm(
@@ -104,15 +114,23 @@ def get_total_norm(
         else:
             norms = [_norm(detached(tensor), norm_type) for tensor in tensors]
         norms = [finished_norm(norm, tensor) for norm, tensor in zip(norms, tensors, strict=True)]
-        widest = max((norm.dtype for norm in norms), key=lambda dtype: (dtype == ms.float64, dtype == ms.float32))
-        stacked = cat([tensor_type_cast(norm, widest).reshape(1) for norm in norms])
-        total_norm = tensor_type_cast(_norm(stacked, norm_type), widest)
+        total_norm = total_of_norms(norms, norm_type)
     if error_if_nonfinite and not math.isfinite(float(total_norm.asnumpy())):
         raise RuntimeError(
             f"the total norm of order {norm_type} of {len(tensors)} gradients is {float(total_norm.asnumpy())}, so "
             "they cannot be clipped; pass error_if_nonfinite=False to scale them by it anyway"
         )
     return total_norm
+
+
+def total_of_norms(norms: Sequence[Tensor], norm_type: float) -> Tensor:
+    """What :func:`get_total_norm` makes of tensors with these norms, to the bit; 0 for none."""
+    if not norms:
+        return zeros((), ms.float32)
+    with private_api.no_grad():
+        widest = max((norm.dtype for norm in norms), key=lambda dtype: (dtype == ms.float64, dtype == ms.float32))
+        stacked = cat([tensor_type_cast(norm, widest).reshape(1) for norm in norms])
+        return tensor_type_cast(_norm(stacked, norm_type), widest)
 
 
 def block_norms(blocks: list[Tensor], norm_type: float, dtype: Any = None) -> list[Tensor]:

@@ -20,11 +20,13 @@ from hyper_parallel.platform.torch.private_api import foreach_mul_, foreach_norm
 
 __all__ = [
     "block_norms",
+    "clip_by_norm_",
     "clip_grad_norm_",
     "complete_norms",
     "finished_norm",
     "get_total_norm",
     "set_global_norms",
+    "total_of_norms",
 ]
 
 Tensors = torch.Tensor | Iterable[torch.Tensor]
@@ -57,9 +59,18 @@ def clip_grad_norm_(
         raise ValueError(f"clip_grad_norm_: max_norm must be 0 or more, got {max_norm}")
     grads = [p.grad for p in _as_list("clip_grad_norm_", parameters) if p.grad is not None]
     total_norm = get_total_norm(grads, norm_type, error_if_nonfinite, foreach)
+    clip_by_norm_(grads, total_norm, max_norm, foreach)
+    return total_norm
+
+
+@torch.no_grad()
+def clip_by_norm_(
+    gradients: Sequence[torch.Tensor], total_norm: torch.Tensor, max_norm: float, foreach: bool | None = None
+) -> None:
+    """Multiply gradients whose norm, with others perhaps, is ``total_norm`` by min(1, max_norm / (norm + 1e-6))."""
     # Also when nothing is to be clipped: asking whether it is would make the host wait for the device.
     scale = torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)
-    blocks = [detached(grad) if isinstance(grad, DTensorBase) else grad for grad in grads]
+    blocks = [detached(grad) if isinstance(grad, DTensorBase) else grad for grad in gradients]
     for (device, _), group in _group_by_device_and_dtype(blocks).items():
         scale_here = scale.to(device)
         if _use_foreach(group, device, foreach):
@@ -67,7 +78,6 @@ def clip_grad_norm_(
         else:
             for grad in group:
                 grad.mul_(scale_here)
-    return total_norm
 
 
 @torch.no_grad()
@@ -169,6 +179,15 @@ def complete_norms(norms: list[torch.Tensor], norm_type: float, group: Any) -> l
     else:
         whole = collectives.all_reduce(parts.pow(norm_type), group, op="sum").pow(1.0 / norm_type)
     return list(whole.unbind())
+
+
+@torch.no_grad()
+def total_of_norms(norms: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """What :func:`get_total_norm` makes of tensors with these norms, to the bit; 0 for none."""
+    if not norms:
+        return torch.tensor(0.0)
+    groups = _group_by_device_and_dtype(list(norms))
+    return _combine_norms([norm for group in groups.values() for norm in group], norm_type, norms[0].device)
 
 
 def _combine_norms(norms: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
