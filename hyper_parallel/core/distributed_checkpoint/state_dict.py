@@ -27,6 +27,7 @@ from typing import Any
 from hyper_parallel.core.distributed_checkpoint.planning.flatten import Entries
 from hyper_parallel.core.dtensor.distribute import distribute_tensor
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
+from hyper_parallel.core.modules.first_names import noted_first_names
 from hyper_parallel.platform import get_platform
 
 __all__ = [
@@ -157,7 +158,8 @@ class _Owners:
 
     def __init__(self, model: Any, optimizers: Any) -> None:
         platform = get_platform()
-        self.aliases = _first_names(model)
+        noted = noted_first_names(model)
+        self.aliases = {**noted, **{name: noted.get(first, first) for name, first in _first_names(model).items()}}
         first_names = {id(p): self.aliases[name] for name, p in platform.named_state_parameters(model).items()}
         self.by_name: dict[str, tuple[Any, Any]] = {}
         self.elsewhere: set[str] = set()

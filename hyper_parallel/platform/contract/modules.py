@@ -156,6 +156,19 @@ class Modules(ABC):
         setattr(module, name, parameter)
 
     @staticmethod
+    @abstractmethod
+    def take_out_tensors(module: Any) -> None:
+        """Leave the module itself without parameters and buffers; their names stay, for tensors without memory or None.
+
+        Modules inside keep theirs. What was taken out is in no list of parameters and in no state.
+        """
+
+    @staticmethod
+    @abstractmethod
+    def zeros_without_memory(shape: Any, like: Any, dtype: Any) -> Any:
+        """Zeros of a shape on the device of ``like``, of which only one is kept where the framework can."""
+
+    @staticmethod
     def plain_parameters_behind(tensor: Any, known: Iterable[Any]) -> list[Any]:
         """The plain parameters that ``tensor`` was computed from, up to where a layout changed.
 

@@ -108,6 +108,18 @@ def install_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> 
     module.register_parameter(name, parameter)
 
 
+def take_out_tensors(module: nn.Module) -> None:
+    own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+    for name, tensor in own:
+        delattr(module, name)
+        # Code asks emptied modules for dtypes and shapes too.
+        setattr(module, name, torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="meta"))
+
+
+def zeros_without_memory(shape: tuple[int, ...], like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros((), dtype=dtype, device=like.device).expand(shape)
+
+
 def use_separate_projections(module: nn.MultiheadAttention) -> None:
     """Let the attention compute with ``q_proj_weight``, ``k_proj_weight`` and ``v_proj_weight``.
 

@@ -1,0 +1,120 @@
+"""One run of a model up to its second block, to see what runs before the first, what comes in and what is handed on; on
+shapes where the model has no memory yet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hyper_parallel.core.pipeline_parallel.stages.stream_arguments import stream_of
+from hyper_parallel.platform import get_platform
+
+__all__ = ["Seen", "StreamSpec", "look"]
+
+_platform = get_platform()
+
+
+@dataclass(frozen=True)
+class StreamSpec:
+    """The tensor between two stages: its global shape, for the inputs that it was found with, and its dtype."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Paths of the modules that were called before the first block, the stream, and how many things blocks give.
+
+    ``num_outputs`` is 0 where a block gives the stream alone, and else the length of its tuple.
+    """
+
+    before: tuple[str, ...]
+    stream: StreamSpec
+    num_outputs: int
+
+
+class _Enough(Exception):
+    """Leaves the run."""
+
+
+def look(model: Any, blocks: Sequence[str], inputs: Mapping[str, Any]) -> Seen:
+    """Run the model on ``inputs`` until its second block is called, without gradients.
+
+    A model without memory runs on shapes; what its first block cannot do on shapes does not matter.
+    """
+    modules = dict(_platform.get_cells_and_names(model))
+    if any(_platform.has_no_memory(one) for one in _platform.parameters_dict(model).values()):
+        inputs = {name: _without_memory(value) for name, value in inputs.items()}
+    called: list[str] = []
+    streams: list[Any] = []
+    outputs: list[Any] = []
+    handles = []
+
+    def note(path: str) -> Any:
+        def hook(module: Any, args: Any, kwargs: Any) -> None:
+            if path == blocks[0]:
+                streams.append(stream_of(path, args, kwargs))
+            elif outputs and path in blocks[1:2]:
+                _check_handed_on(blocks[0], outputs[0], args, kwargs)
+                raise _Enough
+            if not streams:
+                called.append(path)
+
+        return hook
+
+    def keep(module: Any, args: Any, output: Any) -> None:
+        outputs.append(output)
+        if len(blocks) == 1:
+            raise _Enough
+
+    for path, module in modules.items():
+        handles.append(_platform.register_forward_pre_hook(module, note(path), prepend=True, with_kwargs=True))
+    handles.append(_platform.register_forward_hook(modules[blocks[0]], keep))
+    try:
+        with _platform.no_grad():
+            model(**inputs)
+    except _Enough:
+        pass
+    except Exception as error:
+        if isinstance(error, _HandedOn):
+            raise ValueError(str(error)) from None
+        if not streams:
+            raise ValueError(
+                f"split_stages: the run up to the first block '{blocks[0]}' failed: {type(error).__name__}: {error}. "
+                "Give inputs= only what the model needs, such as its ids, or leave inputs= out: then the order in "
+                "which modules were made is taken for the order in which they run"
+            ) from error
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not streams:
+        raise ValueError(
+            f"split_stages: the run ended without a call of '{blocks[0]}', so it is not the first block: give blocks= "
+            "the paths of the blocks in the order in which they run"
+        )
+    stream = streams[0]
+    num_outputs = len(outputs[0]) if outputs and isinstance(outputs[0], (tuple, list)) else 0
+    return Seen(tuple(dict.fromkeys(called)), StreamSpec(tuple(stream.shape), stream.dtype), num_outputs)
+
+
+class _HandedOn(Exception):
+    """Something beside the stream went from one block to the next."""
+
+
+def _check_handed_on(path: str, output: Any, args: Any, kwargs: Any) -> None:
+    beside = [one for one in output[1:] if _platform.is_tensor(one)] if isinstance(output, (tuple, list)) else []
+    given = [one for one in (*args, *kwargs.values()) if any(one is other for other in beside)]
+    if given:
+        shapes = ", ".join(str(tuple(one.shape)) for one in given)
+        raise _HandedOn(
+            f"split_stages: '{path}' hands a tensor of shape {shapes} on to the next block beside the stream; only the "
+            "stream travels between stages: let the block give and take the stream alone"
+        )
+
+
+def _without_memory(value: Any) -> Any:
+    if not _platform.is_tensor(value):
+        return value
+    return _platform.new_tensor(tuple(value.shape), value.dtype, _platform.meta_device)
