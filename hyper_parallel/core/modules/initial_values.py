@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from hyper_parallel.core.dtensor.random.by_sample import install_addressed_draws
+from hyper_parallel.core.dtensor.random.random_fill import NUMBERED
 from hyper_parallel.core.dtensor.random.random_state import default_state
 from hyper_parallel.core.dtensor.random.sample_address import Address, at_address
 from hyper_parallel.core.shard.dispatching.mixing import implicit_replication
@@ -100,6 +101,9 @@ def draws_of_module(module: Any) -> Iterator[None]:
     """Inside, what is drawn beside numbered parameters is addressed by the module's number: plain tensors are the same
     on every rank, and may meet distributed ones."""
     number = getattr(module, _NUMBER_OF_MODULE, None)
+    for parameter in get_platform().own_parameters(module).values():
+        if (fills := getattr(parameter, NUMBERED, None)) is not None:
+            fills.restart()
     if number is None:
         yield
         return

@@ -77,6 +77,10 @@ class NumberedFills:
         seed, self._fills = random_state.initial_seed(), self._fills + 1
         return Draw(seed, self._number) if self._fills == 1 else Draw(derived_seed(seed, self._number), self._fills)
 
+    def restart(self) -> None:
+        """Begin again: a parameter that two modules share is filled by both, and a stage may have only one of them."""
+        self._fills = 0
+
 
 NUMBERED = "hyper_parallel_fills"
 """Where a tensor has its :class:`NumberedFills`, while it gets its initial values."""

@@ -88,15 +88,15 @@ class _Entered:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         role: _Role = vars(self)[_ROLE]
         passage = role.passage
-        if passage.is_entered:
-            raise RuntimeError(
-                f"the block '{role.path}' was called twice in one run, so stages cannot tell what comes in: models "
-                "whose blocks run several times cannot be cut"
-            )
         if not passage.is_running:
             raise RuntimeError(
                 f"the block '{role.path}' takes what another stage sends, and nothing came: call the StageModel, and "
                 "recompute() blocks before the model is cut"
+            )
+        if passage.is_entered:
+            raise RuntimeError(
+                f"the block '{role.path}' was called twice in one run, so stages cannot tell what comes in: models "
+                "whose blocks run several times cannot be cut"
             )
         passage.is_entered = True
         args, kwargs = with_stream(role.path, args, kwargs, passage.received)
