@@ -14,6 +14,7 @@ from hyper_parallel.cli.dry_run import dry_run
 from hyper_parallel.cli.forecast import forecast
 from hyper_parallel.cli.launch import launch
 from hyper_parallel.cli.pipeline import app as pipeline
+from hyper_parallel.cli.report import report
 from hyper_parallel.cli.train import train
 
 app = typer.Typer(
@@ -30,6 +31,7 @@ app.command("schema")(schema)
 app.command("check")(check)
 app.command("forecast")(forecast)
 app.command("train")(train)
+app.command("report")(report)
 app.command("launch")(launch)
 app.add_typer(ckpt)
 app.add_typer(data)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
 from hyper_parallel.launch.environments import find_place
+from hyper_parallel.launch.failures import RankFailure
 from hyper_parallel.launch.local import run_local
 from hyper_parallel.trainer.config.run_config import RunConfig
 from hyper_parallel.trainer.config.showing import resolved_toml
 from hyper_parallel.trainer.forecast import FORECAST_FILE, forecast_run
+from hyper_parallel.trainer.report.live import LIVE_VARIABLE, LiveLine
+from hyper_parallel.trainer.report.page import write_failure
 
 if TYPE_CHECKING:
     from hyper_parallel.trainer.config.loading import LoadedConfig
@@ -49,16 +53,25 @@ def start(loaded: LoadedConfig) -> int:
     if place is not None:
         run_rank(text)
         return 0
-    return run_local(
-        run_rank,
-        config.nproc,
-        args=[text],
-        hosts=config.launch.hosts,
-        host_rank=config.launch.host_rank,
-        master=config.launch.master,
-        folder=folder,
-        max_restarts=config.launch.max_restarts,
-    )
+    live = LiveLine(config.launch.host_rank * config.nproc) if sys.stdout.isatty() else None
+    try:
+        with live or nullcontext():
+            return run_local(
+                run_rank,
+                config.nproc,
+                args=[text],
+                hosts=config.launch.hosts,
+                host_rank=config.launch.host_rank,
+                master=config.launch.master,
+                folder=folder,
+                max_restarts=config.launch.max_restarts,
+                environment={} if live is None else {LIVE_VARIABLE: "1"},
+                on_line=live,
+            )
+    except RankFailure as failure:
+        if config.launch.host_rank == 0:
+            write_failure(folder, str(failure))
+        raise
 
 
 def config_text(config: RunConfig) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["METRICS_FILE", "MetricsFile", "read_metrics"]
+__all__ = ["METRICS_FILE", "MetricsFile", "append_event", "read_metrics"]
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -18,12 +18,16 @@ class MetricsFile:
     """Lines of ``metrics.jsonl``: each an object with ``event`` ("step", "eval", "save", "start", ...) and ``time``.
 
     Written by one rank, each line at once, so that what a killed run did is there. A run that goes on from a step drops
-    what an earlier attempt wrote about later ones.
+    what an earlier attempt wrote about later ones; ``num_repeated`` says how many steps those were.
     """
 
-    def __init__(self, folder: Path, resumed_step: int) -> None:
+    def __init__(self, folder: Path, resumed_step: int, is_restart: bool = False) -> None:
         self._path = folder / METRICS_FILE
-        kept = [line for line in read_metrics(folder) if line.get("step", 0) <= resumed_step] if resumed_step else []
+        goes_on = bool(resumed_step) or is_restart
+        lines = list(read_metrics(folder)) if goes_on else []
+        kept = [line for line in lines if line.get("step", 0) <= resumed_step]
+        reached = max((line["step"] for line in lines if line["event"] == "step"), default=0)
+        self.num_repeated = max(0, reached - resumed_step)
         temporary = self._path.with_suffix(".new")
         with temporary.open("w", encoding="utf-8") as file:
             for line in kept:
@@ -49,3 +53,13 @@ def read_metrics(folder: Path) -> Iterator[Mapping[str, Any]]:
         for line in file:
             if line.endswith("\n"):
                 yield json.loads(line)
+
+
+def append_event(folder: Path, event: str, **values: Any) -> None:
+    """Write down an event behind a run's last, which may have been cut short by a kill."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / METRICS_FILE).open("a+b") as file:
+        file.seek(0)
+        written = file.read()
+        file.truncate(written.rfind(b"\n") + 1)
+        file.write(json.dumps({"event": event, "time": round(time.time(), 3), **values}).encode() + b"\n")

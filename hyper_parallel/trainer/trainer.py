@@ -85,6 +85,9 @@ class Trainer:
             return Result("stopped", self.run.step, stop.exit_code, stop.reason)
         try:
             return self._loop(stop)
+        except BaseException as error:
+            self.journal.failed(error)
+            raise
         finally:
             self.journal.close()
 
@@ -176,13 +179,16 @@ class Trainer:
                 begin = time.perf_counter()
                 numbers, batch = next(batches)
                 loaded = time.perf_counter()
-                measured = self._step(numbers, batch, stop)
+                with self.journal.recording():
+                    measured = self._step(numbers, batch, stop)
                 step = self.run.step
                 result.step, result.losses[step] = step, measured["loss"]
                 measured["seconds"] = {"data": loaded - begin, **measured["seconds"]}
                 is_stopped = stop.heard(measured["told"][0])
                 if not is_stopped and self.evaluation.is_due(step, self.num_steps):
+                    start = time.perf_counter()
                     loss = self.evaluation.loss(stop)
+                    measured["seconds"]["eval"] = time.perf_counter() - start
                     is_stopped = loss is None
                     if loss is not None:
                         self.journal.evaluated(step, loss)
@@ -216,6 +222,7 @@ class Trainer:
         set_rate(self.optimizer, rate)
         between = time.perf_counter()
         get_platform().step_optimizer(self.optimizer)
+        self.journal.before_forgetting()
         run.zero_grad()
         read = _read(loss, norm, run.counts.targets, run.told)  # type: ignore[union-attr]
         if not math.isfinite(read["loss"]):

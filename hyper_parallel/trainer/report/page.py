@@ -1,0 +1,134 @@
+"""``report.html``: one file about a run, or about two beside each other, that needs no other file and no network."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from hyper_parallel.trainer.metrics import append_event
+from hyper_parallel.trainer.report.comparison import comparison_of
+from hyper_parallel.trainer.report.run_data import RunData
+from hyper_parallel.trainer.report.sections import sections_of, tiles, verdict_of
+from hyper_parallel.trainer.report.series import curve
+
+__all__ = ["COMPARISON_FILE", "REPORT_FILE", "page", "write_failure", "write_report"]
+
+REPORT_FILE = "report.html"
+COMPARISON_FILE = "comparison.html"
+_HERE = Path(__file__).parent
+# id, title, name in metrics.jsonl, and how to draw it
+_CHARTS: list[tuple[str, str, str, dict[str, Any]]] = [
+    ("loss", "Loss", "loss", {}),
+    ("grad_norm", "Gradient norm", "grad_norm", {}),
+    ("tokens_per_second", "Valid tokens/s", "tokens_per_second", {"zero": True}),
+    ("mfu", "MFU", "mfu", {"zero": True, "unit": "%", "scale": 100}),
+    ("lr", "Learning rate", "lr", {"zero": True}),
+    ("padding", "Padding, tokens a step", "padding", {"zero": True}),
+]
+
+
+def write_report(folders: Sequence[Path], path: Path | None = None) -> Path:
+    """Write the page of a run into its folder, or of two runs into that of the second; where it is."""
+    runs = [RunData.read(Path(folder)) for folder in folders]
+    if path is None:
+        path = runs[-1].folder / (REPORT_FILE if len(runs) == 1 else COMPARISON_FILE)
+    temporary = path.with_name(path.name + ".new")
+    temporary.write_text(page(runs), encoding="utf-8")
+    os.replace(temporary, path)
+    return path
+
+
+def write_failure(folder: Path, reason: str) -> None:
+    """Note down why the ranks of a run died, as who started them knows it, and write the page."""
+    step = RunData.read(folder).step if (folder / "metrics.jsonl").is_file() else 0
+    append_event(folder, "end", step=step, status="failed", reason=reason)
+    write_report([folder])
+
+
+def page(runs: Sequence[RunData]) -> str:
+    """The text of the page about one run, or two."""
+    charts = _charts(runs)
+    if len(runs) == 1:
+        (run,) = runs
+        title, body = run.name, [_head(run), verdict_of(run), tiles(run), _drawn(charts), *sections_of(run)]
+    else:
+        title = " and ".join(run.name for run in runs)
+        names = _labels(runs)
+        verdicts = [verdict_of(run, f"{name}: ") for run, name in zip(runs, names, strict=True)]
+        body = [f"<h1>{escape(' against '.join(names))}</h1>", *verdicts, _drawn(charts), *comparison_of(runs, names)]
+    data = json.dumps({"charts": charts}, separators=(",", ":")).replace("<", "\\u003c")
+    style, script = ((_HERE / name).read_text(encoding="utf-8") for name in ("style.css", "script.js"))
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{style}</style></head>\n<body>\n"
+        + "\n".join(body)
+        + "\n<footer>HyperParallel. The numbers are those of metrics.jsonl; curves of more than 2,000 points keep the "
+        f'least and the greatest of each stretch.</footer>\n<script type="application/json" id="data">{data}</script>'
+        f"\n<script>{script}</script></body></html>\n"
+    )
+
+
+def _head(run: RunData) -> str:
+    start = run.start
+    words = []
+    if start:
+        words = [
+            f"{start['model']}, {start['parameters']:,} parameters",
+            f"{start['ranks']} rank{'s' * (start['ranks'] > 1)} ({start['degrees'] or 'one process'})",
+            f"{start['batch']} samples a step",
+            start["data"],
+        ]
+    return f'<h1>{escape(run.name)}</h1><p class="faint">{escape(" · ".join(words))}</p>'
+
+
+def _labels(runs: Sequence[RunData]) -> list[str]:
+    names = [run.name for run in runs]
+    return names if len(set(names)) == len(names) else [str(run.folder) for run in runs]
+
+
+def _charts(runs: Sequence[RunData]) -> list[dict[str, Any]]:
+    names = _labels(runs) if len(runs) > 1 else []
+    charts = []
+    for key, title, name, options in _CHARTS:
+        series = []
+        for number, run in enumerate(runs):
+            label = f"{names[number]} " if names else ""
+            steps, values = run.series(name)
+            if steps and (any(values) or key != "padding"):
+                series.append(curve(label + ("training" if key == "loss" else title.lower()), steps, values, number))
+            if key == "loss" and run.of("eval"):
+                evaluated = curve(f"{label}evaluation", *run.series("loss", "eval"), 2 + number, dots=True)
+                series.append({**evaluated, "colour": 1 if not names else 2 + number})
+        if series:
+            charts.append({"id": key, "title": title, **options, "series": series})
+    return charts
+
+
+def _drawn(charts: Sequence[dict[str, Any]]) -> str:
+    """Empty charts, which the script draws from the data."""
+    boxes = []
+    for chart in charts:
+        keys = "".join(
+            f'<span><i class="key" style="background:var(--c{one["colour"]})"></i>{escape(one["name"])}</span>'
+            for one in chart["series"]
+        )
+        key = chart["id"]
+        boxes.append(
+            f'<div class="chart"><header><h3>{escape(chart["title"])}</h3>'
+            f'<span class="legend">{keys if len(chart["series"]) > 1 else ""}</span>'
+            f'<button id="{key}-log" type="button" aria-pressed="false">log</button></header>'
+            f'<svg id="{key}" viewBox="0 0 560 230" role="img" aria-label="{escape(chart["title"])} by step"></svg>'
+            f'<div class="tip" id="{key}-tip" hidden></div></div>'
+        )
+    if not boxes:
+        return "<section><p>No step is written down yet.</p><input type=hidden id=smooth></section>"
+    return (
+        '<section><div class="controls"><h2>Training</h2><label>smoothing <input id="smooth" type="range" min="0" '
+        f'max="0.99" step="0.01" value="0"></label></div><div class="charts">{"".join(boxes)}</div>'
+        "<noscript><p>The curves are drawn by a script of this page, which is switched off.</p></noscript></section>"
+    )

@@ -1,0 +1,292 @@
+"""The parts of the page that are tables and bars: everything that a user has written is escaped here."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import Any
+
+from hyper_parallel.analysis.byte_sizes import byte_text
+from hyper_parallel.trainer.report.run_data import RunData
+from hyper_parallel.trainer.report.timeline import MOST_RANKS, legend, timeline
+
+__all__ = ["duration", "sections_of", "table", "tiles", "verdict_of"]
+
+_MOST_RANKS = 16  # of the table of memory
+_MOST_ROWS = 40
+_MOST_LAYOUT = 80_000  # characters
+_MEMORY_COLOURS = {"parameters": 0, "gradients": 1, "optimizer state": 2, "optimizer": 2, "activations": 3, "logits": 4}
+_PHASES = {
+    "data": ("waiting for data", 5),
+    "forward_backward": ("forward and backward", 0),
+    "optimizer": ("optimizer", 2),
+    "eval": ("evaluation", 3),
+    "save": ("waiting for saves", 4),
+}
+
+
+def duration(seconds: float) -> str:
+    """
+    >>> duration(0.25), duration(75), duration(7300)
+    ('250 ms', '1 min 15 s', '2 h 1 min')
+    """
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, left = divmod(round(seconds), 60)
+    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min {left} s"
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[str] = ()) -> str:
+    """A table of texts."""
+    kinds = [' class="number"' if column in numbers else "" for column in columns]
+    head = "".join(f"<th{kind}>{escape(column)}</th>" for column, kind in zip(columns, kinds, strict=True))
+    body = "".join(
+        "<tr>" + "".join(f"<td{kind}>{escape(cell)}</td>" for cell, kind in zip(row, kinds, strict=True)) + "</tr>"
+        for row in rows
+    )
+    return f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'
+
+
+def verdict_of(run: RunData, label: str = "") -> str:
+    """The line that says how it went, with all of the reason below it if that is long."""
+    head, _, rest = run.verdict.partition(": ")
+    text = f"<b>{escape(label + head)}</b><span>{escape(rest)}</span>"
+    reason = str(run.end.get("reason") or "")
+    more = f"<pre>{escape(reason[:4000])}</pre>" if run.status == "failed" and "\n" in reason.strip() else ""
+    return f'<div class="verdict {run.status}">{text}</div>{more}'
+
+
+def tiles(run: RunData) -> str:
+    """The figures that one looks for first."""
+    steps, start = run.of("step"), run.start
+    found: list[tuple[str, str, str]] = []
+    if steps:
+        last = steps[-1]
+        found.append(("loss", f"{last['loss']:.4g}", f"of step {last['step']}"))
+    evaluations = run.of("eval")
+    if evaluations:
+        best = min(evaluations, key=lambda one: one["loss"])
+        found.append(("best evaluation", f"{best['loss']:.4g}", f"of step {best['step']}"))
+    speeds = sorted(run.series("tokens_per_second")[1])
+    if speeds:
+        padding = sum(one["padding"] for one in steps)
+        tokens = sum(one["tokens"] for one in steps)
+        found.append(
+            (
+                "tokens/s, median",
+                f"{speeds[len(speeds) // 2]:,.0f}",
+                f"{padding / max(1, padding + tokens):.1%} padding",
+            )
+        )
+    shares = sorted(run.series("mfu")[1])
+    if shares:
+        found.append(("MFU, median", f"{shares[len(shares) // 2]:.1%}", _peak_words(start)))
+    if run.peaks:
+        found.append(("peak memory", byte_text(max(run.peaks.values())), "of the fullest rank"))
+    if steps:
+        found.append(("time", duration(run.seconds), f"{len(steps)} steps"))
+    restarts = max((one.get("attempt", 0) for one in run.of("start")), default=0)
+    if restarts:
+        found.append(("restarts", str(restarts), "see Starts"))
+    cells = (
+        f"<div class='tile'><span>{escape(a)}</span><b>{escape(b)}</b><i>{escape(c)}</i></div>" for a, b, c in found
+    )
+    return f'<div class="tiles">{"".join(cells)}</div>'
+
+
+def _peak_words(start: Any) -> str:
+    peak = start.get("peak_flops")
+    origin = "measured CPU" if str(start.get("peak_from", "")).startswith("measured") else "device"
+    return "" if peak is None else f"of {peak / 1e12:.3g} TFLOP/s, {origin}"
+
+
+def sections_of(run: RunData) -> list[str]:
+    """All sections behind the curves, those with nothing to say left out."""
+    made = [
+        ("Where the time went", _time(run)),
+        ("Memory per rank", _memory(run)),
+        ("Communication of one step", _communication(run)),
+        ("One step", _timeline(run)),
+        ("Layout of the parameters", _layout(run)),
+        ("Starts", _starts(run)),
+        ("Checkpoints", _checkpoints(run)),
+        ("Config", _config(run)),
+        ("Environment", _environment(run)),
+    ]
+    return [f"<section><h2>{title}</h2>{body}</section>" for title, body in made if body]
+
+
+def _bar(pieces: Sequence[tuple[str, float, int]], whole: float) -> str:
+    cells = (
+        f'<div title="{escape(name)}" style="width:{100 * size / (whole or 1):.2f}%;background:var(--c{colour})"></div>'
+        for name, size, colour in pieces
+        if size > 0
+    )
+    return f'<div class="bar">{"".join(cells)}</div>'
+
+
+def _keys(keys: Iterable[tuple[str, int]]) -> str:
+    spans = (
+        f'<span><i class="key" style="background:var(--c{colour})"></i>{escape(name)}</span>' for name, colour in keys
+    )
+    return f'<p class="legend keys">{"".join(spans)}</p>'
+
+
+def _time(run: RunData) -> str:
+    sums = dict.fromkeys(_PHASES, 0.0)
+    for one in run.of("step"):
+        for name, seconds in one["seconds"].items():
+            if name in sums:
+                sums[name] += seconds
+    whole = run.seconds
+    if not whole:
+        return ""
+    pieces = [(f"{words}: {duration(sums[name])}", sums[name], colour) for name, (words, colour) in _PHASES.items()]
+    keys = [(f"{text}, {size / whole:.1%}", colour) for text, size, colour in pieces if size]
+    return _bar(pieces, whole) + _keys(keys)
+
+
+def _memory(run: RunData) -> str:
+    peaks, forecast = run.peaks, run.last("forecast")
+    if not peaks:
+        return ""
+    by_rank = {part["rank"]: part["memory"] for part in run.parts}
+    rows: list[tuple[str, dict[str, int], int, str]] = []
+    if forecast:
+        rows.append(("forecast", dict(forecast.get("state", {})), int(forecast.get("peak", 0)), "forecast"))
+    for rank, peak in sorted(peaks.items())[:_MOST_RANKS]:
+        kinds = {name: size for name, size in by_rank.get(rank, {}).items() if name != "peak"}
+        rows.append((f"rank {rank}", kinds, peak, ""))
+    whole = max(max(peak, sum(kinds.values())) for _, kinds, peak, _ in rows)
+    names = list(dict.fromkeys(kind for _, kinds, _, _ in rows for kind in kinds))
+    colours = {name: _MEMORY_COLOURS.get(name, 6 + number % 2) for number, name in enumerate(names)}
+    body = []
+    for label, kinds, peak, style in rows:
+        rest = max(0, peak - sum(kinds.values()))
+        pieces = [(f"{name}: {byte_text(size)}", size, colours[name]) for name, size in kinds.items()]
+        bar = _bar([*pieces, (f"the rest: {byte_text(rest)}", rest, 5)], whole)
+        state = byte_text(sum(kinds.values())) if kinds else ""
+        body.append(
+            f'<tr class="{style}"><td class="name">{label}</td><td class="wide">{bar}</td>'
+            f'<td class="number">{state}</td><td class="number">{byte_text(peak)}</td></tr>'
+        )
+    is_cpu = run.last("environment").get("device") == "cpu"
+    rest_words = "the rest: Python, the framework, activations" if is_cpu else "the rest: activations, buffers"
+    sizes = next((kinds for _, kinds, _, style in reversed(rows) if kinds and not style), {})
+    keys = [(f"{name} {byte_text(sizes[name])}" if name in sizes else name, colours[name]) for name in names]
+    left = len(peaks) - _MOST_RANKS
+    note = f'<p class="faint">{left} more ranks are in metrics.jsonl.</p>' if left > 0 else ""
+    head = '<tr><th></th><th></th><th class="number">state</th><th class="number">peak</th></tr>'
+    return f'<div class="scroll"><table>{head}{"".join(body)}</table></div>{_keys([*keys, (rest_words, 5)])}{note}'
+
+
+def _communication(run: RunData) -> str:
+    if not run.parts:
+        return ""
+    rows: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for part in run.parts:
+        for one in part["communication"]:
+            rows.setdefault((one["kind"], one["axes"]), []).append(one)
+    if not rows:
+        return '<p class="faint">None: every rank works by itself.</p>'
+    ordered = sorted(rows.items(), key=lambda one: -max(row["sent"] for row in one[1]))
+    cells = [
+        [
+            kind,
+            axes,
+            str(max(row["calls"] for row in found)),
+            byte_text(max(row["sent"] for row in found)),
+            duration(sum(row["seconds"] for row in found) / len(found)),
+        ]
+        for (kind, axes), found in ordered
+    ]
+    columns = ["collective", "mesh axes", "calls", "sent by a rank", "time, mean of ranks"]
+    note = (
+        f'<p class="faint">Step {run.parts[0]["step"]}, {len(run.parts)} ranks. Time is from the call to its end, '
+        "waiting for slower ranks among it; of collectives in flight, to the end of the wait.</p>"
+    )
+    return table(columns, cells, columns[2:]) + note
+
+
+def _timeline(run: RunData) -> str:
+    if not run.parts:
+        return ""
+    shown = f", the first {MOST_RANKS} of {len(run.parts)} ranks" if len(run.parts) > MOST_RANKS else ""
+    return (
+        f'<p class="faint">Step {run.parts[0]["step"]}{shown}: phases, the model\'s forward, collectives.</p>'
+        f'<div class="scroll timeline">{timeline(run.parts)}</div>{_keys(legend(run.parts))}'
+    )
+
+
+def _layout(run: RunData) -> str:
+    if not run.layout:
+        return ""
+    if len(run.layout) > _MOST_LAYOUT:
+        return '<p class="faint">The picture is large: it is in layout.svg of the run\'s folder.</p>'
+    return f'<div class="scroll layout">{run.layout}</div>'
+
+
+def _starts(run: RunData) -> str:
+    rows = []
+    for one in run.of("start")[-_MOST_ROWS:]:
+        resumed = one.get("resumed_from")
+        rows.append(
+            [
+                _moment(one["time"]),
+                f"restart {one['attempt']}" if one.get("attempt") else "started",
+                f"step {one['step']}" if resumed else "the beginning",
+                f"{one['ranks']} rank{'s' * (one['ranks'] > 1)}, {one['degrees']}",
+                str(one.get("repeated") or ""),
+            ]
+        )
+    return table(["when", "how", "from", "on", "steps done again"], rows) if rows else ""
+
+
+def _checkpoints(run: RunData) -> str:
+    saves = run.of("save")
+    rows = [[f"step {one['step']}", _moment(one["time"]), duration(one["seconds"])] for one in saves[-_MOST_ROWS:]]
+    left = len(saves) - len(rows)
+    note = f'<p class="faint">{left} earlier ones are in metrics.jsonl.</p>' if left > 0 else ""
+    return table(["checkpoint", "when", "training waited"], rows, ["training waited"]) + note if rows else ""
+
+
+def _config(run: RunData) -> str:
+    by_section: dict[str, list[str]] = {}
+    for one in run.config:
+        style = "" if one.origin == "default" else ' class="given"'
+        by_section.setdefault(one.section, []).append(
+            f"<tr{style}><td>{escape(one.key)}</td><td>{escape(one.value)}</td><td>{escape(one.origin)}</td></tr>"
+        )
+    tables = (
+        f"<div><h3>{escape(section)}</h3><table>{''.join(rows)}</table></div>" for section, rows in by_section.items()
+    )
+    return f'<div class="config">{"".join(tables)}</div>' if by_section else ""
+
+
+def _environment(run: RunData) -> str:
+    facts, start = run.last("environment"), run.start
+    if not facts:
+        return ""
+    rows = [
+        [
+            "framework",
+            f"{facts['framework']} {facts['versions'].get(facts['framework'].replace('Py', '').lower(), '')}",
+        ],
+        ["versions", ", ".join(f"{name} {version}" for name, version in facts["versions"].items())],
+        ["hosts", ", ".join(run.hosts)],
+        ["device", f"{facts['device']}, {facts['cores']} cores for each process of rank 0's host"],
+        ["system", facts["system"]],
+    ]
+    if start.get("flops_per_token"):
+        peak = start.get("peak_flops")
+        rows.append(["operations of a token", f"{start['flops_per_token']:.4g}"])
+        words = "unknown" if peak is None else f"{peak:.4g} operations/s a rank"
+        rows.append(["peak for MFU", f"{words}, {start.get('peak_from', '')}"])
+    return table(["", ""], rows)
+
+
+def _moment(seconds: float) -> str:
+    return datetime.datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M:%S")
