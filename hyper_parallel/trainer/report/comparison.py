@@ -26,6 +26,8 @@ def comparison_of(runs: Sequence[RunData], names: Sequence[str]) -> list[str]:
     found = largest_difference(runs[0], runs[1])
     if found is None:
         words = "The runs have no step in common."
+    elif found[1] == 0:
+        words = "The losses of all steps that both have are equal."
     else:
         words = f"The losses are furthest apart at step {found[0]}: by {found[1]:.3g}."
     rows = _figures(runs)
@@ -49,7 +51,12 @@ def _figures(runs: Sequence[RunData]) -> list[list[str]]:
             rows.append([title, *(form.format(one[len(one) // 2]) if one else "" for one in values)])
     rows.append(["peak memory of a rank", *(byte_text(max(run.peaks.values())) if run.peaks else "" for run in runs)])
     sent = [sum(one["sent"] for part in run.parts for one in part["communication"]) for run in runs]
-    rows.append(["sent in one step, all ranks", *map(byte_text, sent)])
+    rows.append(
+        [
+            "sent in one step, all ranks",
+            *(byte_text(one) if run.parts else "" for one, run in zip(sent, runs, strict=True)),
+        ]
+    )
     rows.append(["ranks", *(f"{run.start.get('ranks', '')} ({run.start.get('degrees', '')})" for run in runs)])
     rows.append(["steps", *(str(len(run.of("step"))) for run in runs)])
     rows.append(["time", *(duration(run.seconds) for run in runs)])

@@ -110,7 +110,8 @@ def device_name() -> str:
     kind = platform.get_device_type()
     if kind == "cpu":
         return "cpu"
-    name = getattr(platform.get_device_handle(), "get_device_name", None)
+    handle = getattr(platform, "get_device_handle", None)
+    name = getattr(handle(), "get_device_name", None) if callable(handle) else None
     return str(name()) if callable(name) else str(kind)
 
 

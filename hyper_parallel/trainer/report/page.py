@@ -19,16 +19,18 @@ __all__ = ["COMPARISON_FILE", "REPORT_FILE", "page", "write_failure", "write_rep
 
 REPORT_FILE = "report.html"
 COMPARISON_FILE = "comparison.html"
+_WIDTH, _WIDE = 560, 1160
 _HERE = Path(__file__).parent
 # id, title, name in metrics.jsonl, and how to draw it
 _CHARTS: list[tuple[str, str, str, dict[str, Any]]] = [
-    ("loss", "Loss", "loss", {}),
+    ("loss", "Loss", "loss", {"width": _WIDE}),
     ("grad_norm", "Gradient norm", "grad_norm", {}),
+    ("lr", "Learning rate", "lr", {"zero": True}),
     ("tokens_per_second", "Valid tokens/s", "tokens_per_second", {"zero": True}),
     ("mfu", "MFU", "mfu", {"zero": True, "unit": "%", "scale": 100}),
-    ("lr", "Learning rate", "lr", {"zero": True}),
     ("padding", "Padding, tokens a step", "padding", {"zero": True}),
 ]
+_COLOURS = (0, 6, 2, 3, 7, 5)
 
 
 def write_report(folders: Sequence[Path], path: Path | None = None) -> Path:
@@ -94,18 +96,21 @@ def _labels(runs: Sequence[RunData]) -> list[str]:
 def _charts(runs: Sequence[RunData]) -> list[dict[str, Any]]:
     names = _labels(runs) if len(runs) > 1 else []
     charts = []
-    for key, title, name, options in _CHARTS:
+    for place, (key, title, name, options) in enumerate(_CHARTS):
         series = []
         for number, run in enumerate(runs):
-            label = f"{names[number]} " if names else ""
             steps, values = run.series(name)
-            if steps and (any(values) or key != "padding"):
-                series.append(curve(label + ("training" if key == "loss" else title.lower()), steps, values, number))
+            is_empty = not steps or (key == "padding" and not any(values))
+            label = "training" if key == "loss" else title.lower()
+            if names:
+                label = f"{names[number]}, training" if key == "loss" else names[number]
+            if not is_empty:
+                series.append(curve(label, steps, values, number if names else _COLOURS[place], dashed=number > 0))
             if key == "loss" and run.of("eval"):
-                evaluated = curve(f"{label}evaluation", *run.series("loss", "eval"), 2 + number, dots=True)
-                series.append({**evaluated, "colour": 1 if not names else 2 + number})
+                label = f"{names[number]}, evaluation" if names else "evaluation"
+                series.append(curve(label, *run.series("loss", "eval"), 2 + number if names else 1, dots=True))
         if series:
-            charts.append({"id": key, "title": title, **options, "series": series})
+            charts.append({"id": key, "title": title, "width": _WIDTH, **options, "series": series})
     return charts
 
 
@@ -119,10 +124,11 @@ def _drawn(charts: Sequence[dict[str, Any]]) -> str:
         )
         key = chart["id"]
         boxes.append(
-            f'<div class="chart"><header><h3>{escape(chart["title"])}</h3>'
+            f'<div class="chart{" wide" * (chart["width"] > _WIDTH)}"><header><h3>{escape(chart["title"])}</h3>'
             f'<span class="legend">{keys if len(chart["series"]) > 1 else ""}</span>'
             f'<button id="{key}-log" type="button" aria-pressed="false">log</button></header>'
-            f'<svg id="{key}" viewBox="0 0 560 230" role="img" aria-label="{escape(chart["title"])} by step"></svg>'
+            f'<svg id="{key}" viewBox="0 0 {chart["width"]} 230" role="img" aria-label="{escape(chart["title"])} by '
+            'step"></svg>'
             f'<div class="tip" id="{key}-tip" hidden></div></div>'
         )
     if not boxes:

@@ -134,7 +134,8 @@ class RunData:
     @property
     def peaks(self) -> dict[int, int]:
         """The peak of each rank, as it said last."""
-        told = next((one["memory_per_rank"] for one in reversed(self.of("step")) if "memory_per_rank" in one), [])
+        lists = [one["memory_per_rank"] for one in self.of("step") if "memory_per_rank" in one]
+        told = lists[-1] if lists else []
         return {**{part["rank"]: part["memory"]["peak"] for part in self.parts}, **dict(enumerate(told))}
 
     @property

@@ -1,6 +1,6 @@
 "use strict";
 const data = JSON.parse(document.getElementById("data").textContent);
-const W = 560, H = 230, L = 58, R = 10, T = 8, B = 24;
+const H = 230, L = 58, R = 10, T = 8, B = 24;
 const state = { smooth: 0, log: {} };
 const short = v => v === 0 ? "0" : Math.abs(v) >= 1e4 || Math.abs(v) < 1e-3 ? v.toExponential(2).replace(/\.?0+e/, "e").replace("e+", "e")
   : String(+v.toPrecision(5));
@@ -33,6 +33,7 @@ function ticks(low, high, isLog) {
   return found;
 }
 function view(chart) {
+  const W = chart.width;
   const isLog = !!state.log[chart.id];
   const lists = chart.series.map(s => points(s).filter(p => !isLog || p[1] > 0));
   const all = lists.flat(), ys = all.map(p => p[1]), xs = all.map(p => p[0]);
@@ -42,7 +43,7 @@ function view(chart) {
   if (isLog) { const room = (high / low) ** 0.05 || 1; low /= room; high *= room; if (low === high) { low /= 2; high *= 2; } }
   else { const room = (high - low) * 0.06 || Math.abs(high) * 0.1 || 1; low = chart.zero ? Math.min(0, low) : low - room; high += room; }
   const part = v => isLog ? Math.log(v / low) / Math.log(high / low) : (v - low) / (high - low);
-  return { isLog, lists, low, high, first, last, x: v => L + (W - L - R) * (last > first ? (v - first) / (last - first) : 0.5),
+  return { isLog, lists, W, low, high, first, last, x: v => L + (W - L - R) * (last > first ? (v - first) / (last - first) : 0.5),
     y: v => H - B - (H - T - B) * part(v) };
 }
 const path = (v, list) => list.map(([x, y], i) => (i ? "L" : "M") + v.x(x).toFixed(1) + " " + v.y(y).toFixed(1)).join("");
@@ -52,13 +53,13 @@ function draw(chart) {
   if (!v.lists.flat().length) { document.getElementById(chart.id).innerHTML = ""; return; }
   for (const at of ticks(v.low, v.high, v.isLog)) {
     const y = v.y(at).toFixed(1);
-    out.push(`<line class="grid" x1="${L}" x2="${W - R}" y1="${y}" y2="${y}"/><text class="axis" x="${L - 7}" y="${+y + 4}" text-anchor="end">${tick(at * (chart.scale || 1))}${chart.unit || ""}</text>`);
+    out.push(`<line class="grid" x1="${L}" x2="${v.W - R}" y1="${y}" y2="${y}"/><text class="axis" x="${L - 7}" y="${+y + 4}" text-anchor="end">${tick(at * (chart.scale || 1))}${chart.unit || ""}</text>`);
   }
   for (const at of ticks(v.first, v.last, false))
     if (Number.isInteger(at)) out.push(`<text class="axis" x="${v.x(at).toFixed(1)}" y="${H - 6}" text-anchor="middle">${tick(at)}</text>`);
   chart.series.forEach((s, i) => {
     const list = v.lists[i], colour = `var(--c${s.colour})`, soft = state.smooth > 0 && !s.dots;
-    out.push(`<path class="${soft ? "raw" : ""}" data-name="${text(s.name)}" d="${path(v, list)}" fill="none" stroke="${colour}" stroke-width="1.7" stroke-linejoin="round"/>`);
+    out.push(`<path class="${soft ? "raw" : ""}" data-name="${text(s.name)}" d="${path(v, list)}" fill="none" stroke="${colour}" stroke-width="1.7" stroke-linejoin="round"${s.dashed ? ' stroke-dasharray="7 5"' : ""}/>`);
     if (soft) out.push(`<path d="${path(v, smoothed(list, state.smooth))}" fill="none" stroke="${colour}" stroke-width="2"/>`);
     if (s.dots || list.length === 1) for (const [x, y] of list.slice(-200)) out.push(`<circle cx="${v.x(x).toFixed(1)}" cy="${v.y(y).toFixed(1)}" r="3" fill="${colour}"/>`);
   });
@@ -66,7 +67,7 @@ function draw(chart) {
 }
 function hover(chart, event) {
   const svg = document.getElementById(chart.id), tip = document.getElementById(chart.id + "-tip"), v = view(chart);
-  const box = svg.getBoundingClientRect(), at = (event.clientX - box.left) / box.width * W;
+  const box = svg.getBoundingClientRect(), at = (event.clientX - box.left) / box.width * v.W;
   const near = v.lists.map(list => list.reduce((best, p) => best && Math.abs(v.x(best[0]) - at) <= Math.abs(v.x(p[0]) - at) ? best : p, null));
   const closest = near.filter(p => p).reduce((best, p) => best && Math.abs(v.x(best[0]) - at) <= Math.abs(v.x(p[0]) - at) ? best : p, null);
   if (!closest) return;
@@ -74,7 +75,7 @@ function hover(chart, event) {
   mark.setAttribute("x1", x); mark.setAttribute("x2", x); mark.setAttribute("visibility", "visible");
   tip.textContent = ["step " + closest[0], ...chart.series.map((s, i) => near[i] && near[i][0] === closest[0] ? s.name + " " + short(near[i][1] * (chart.scale || 1)) + (chart.unit || "") : "").filter(Boolean)].join("\n");
   tip.hidden = false;
-  const left = x / W * box.width;
+  const left = x / v.W * box.width;
   tip.style.left = (left > box.width * 0.6 ? left - tip.offsetWidth - 10 : left + 10) + "px";
   tip.style.top = "2rem";
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -16,7 +16,7 @@ __all__ = ["duration", "sections_of", "table", "tiles", "verdict_of"]
 _MOST_RANKS = 16  # of the table of memory
 _MOST_ROWS = 40
 _MOST_LAYOUT = 80_000  # characters
-_MEMORY_COLOURS = {"parameters": 0, "gradients": 1, "optimizer state": 2, "optimizer": 2, "activations": 3, "logits": 4}
+_MEMORY_COLOURS = {"parameters": 0, "gradients": 1, "optimizer state": 2, "activations": 3, "logits": 4}
 _PHASES = {
     "data": ("waiting for data", 5),
     "forward_backward": ("forward and backward", 0),
@@ -74,13 +74,8 @@ def tiles(run: RunData) -> str:
     if speeds:
         padding = sum(one["padding"] for one in steps)
         tokens = sum(one["tokens"] for one in steps)
-        found.append(
-            (
-                "tokens/s, median",
-                f"{speeds[len(speeds) // 2]:,.0f}",
-                f"{padding / max(1, padding + tokens):.1%} padding",
-            )
-        )
+        share = padding / max(1, padding + tokens)
+        found.append(("tokens/s, median", f"{speeds[len(speeds) // 2]:,.0f}", f"valid; {share:.1%} padding"))
     shares = sorted(run.series("mfu")[1])
     if shares:
         found.append(("MFU, median", f"{shares[len(shares) // 2]:.1%}", _peak_words(start)))
@@ -92,7 +87,8 @@ def tiles(run: RunData) -> str:
     if restarts:
         found.append(("restarts", str(restarts), "see Starts"))
     cells = (
-        f"<div class='tile'><span>{escape(a)}</span><b>{escape(b)}</b><i>{escape(c)}</i></div>" for a, b, c in found
+        f'<div class="tile"><span>{escape(title)}</span><b>{escape(figure)}</b><i>{escape(note)}</i></div>'
+        for title, figure, note in found
     )
     return f'<div class="tiles">{"".join(cells)}</div>'
 
@@ -100,7 +96,11 @@ def tiles(run: RunData) -> str:
 def _peak_words(start: Any) -> str:
     peak = start.get("peak_flops")
     origin = "measured CPU" if str(start.get("peak_from", "")).startswith("measured") else "device"
-    return "" if peak is None else f"of {peak / 1e12:.3g} TFLOP/s, {origin}"
+    return "" if peak is None else f"of {_flops_text(peak)}, {origin}"
+
+
+def _flops_text(number: float) -> str:
+    return f"{number / 1e12:.4g} TFLOP/s" if number >= 1e12 else f"{number / 1e9:.4g} GFLOP/s"
 
 
 def sections_of(run: RunData) -> list[str]:
@@ -110,13 +110,15 @@ def sections_of(run: RunData) -> list[str]:
         ("Memory per rank", _memory(run)),
         ("Communication of one step", _communication(run)),
         ("One step", _timeline(run)),
-        ("Layout of the parameters", _layout(run)),
-        ("Starts", _starts(run)),
-        ("Checkpoints", _checkpoints(run)),
-        ("Config", _config(run)),
-        ("Environment", _environment(run)),
     ]
-    return [f"<section><h2>{title}</h2>{body}</section>" for title, body in made if body]
+    left = [("Layout of the parameters", _layout(run))]
+    right = [("Starts", _starts(run)), ("Checkpoints", _checkpoints(run)), ("Environment", _environment(run))]
+    pair = f'<div class="pair"><div>{_joined(left)}</div><div>{_joined(right)}</div></div>'
+    return [_joined(made), pair if run.layout else _joined(right), _joined([("Config", _config(run))])]
+
+
+def _joined(sections: Sequence[tuple[str, str]]) -> str:
+    return "".join(f"<section><h2>{title}</h2>{body}</section>" for title, body in sections if body)
 
 
 def _bar(pieces: Sequence[tuple[str, float, int]], whole: float) -> str:
@@ -156,7 +158,7 @@ def _memory(run: RunData) -> str:
     by_rank = {part["rank"]: part["memory"] for part in run.parts}
     rows: list[tuple[str, dict[str, int], int, str]] = []
     if forecast:
-        rows.append(("forecast", dict(forecast.get("state", {})), int(forecast.get("peak", 0)), "forecast"))
+        rows.append(("forecast", _named_alike(forecast.get("state", {})), int(forecast.get("peak", 0)), "forecast"))
     for rank, peak in sorted(peaks.items())[:_MOST_RANKS]:
         kinds = {name: size for name, size in by_rank.get(rank, {}).items() if name != "peak"}
         rows.append((f"rank {rank}", kinds, peak, ""))
@@ -170,7 +172,7 @@ def _memory(run: RunData) -> str:
         bar = _bar([*pieces, (f"the rest: {byte_text(rest)}", rest, 5)], whole)
         state = byte_text(sum(kinds.values())) if kinds else ""
         body.append(
-            f'<tr class="{style}"><td class="name">{label}</td><td class="wide">{bar}</td>'
+            f'<tr class="{style}"><td>{escape(label)}</td><td class="wide">{bar}</td>'
             f'<td class="number">{state}</td><td class="number">{byte_text(peak)}</td></tr>'
         )
     is_cpu = run.last("environment").get("device") == "cpu"
@@ -181,6 +183,11 @@ def _memory(run: RunData) -> str:
     note = f'<p class="faint">{left} more ranks are in metrics.jsonl.</p>' if left > 0 else ""
     head = '<tr><th></th><th></th><th class="number">state</th><th class="number">peak</th></tr>'
     return f'<div class="scroll"><table>{head}{"".join(body)}</table></div>{_keys([*keys, (rest_words, 5)])}{note}'
+
+
+def _named_alike(kinds: Mapping[str, int]) -> dict[str, int]:
+    """A forecast's kinds by the names of those that are measured."""
+    return {"optimizer state" if name == "optimizer" else name: size for name, size in kinds.items()}
 
 
 def _communication(run: RunData) -> str:
@@ -271,10 +278,7 @@ def _environment(run: RunData) -> str:
     if not facts:
         return ""
     rows = [
-        [
-            "framework",
-            f"{facts['framework']} {facts['versions'].get(facts['framework'].replace('Py', '').lower(), '')}",
-        ],
+        ["framework", facts["framework"]],
         ["versions", ", ".join(f"{name} {version}" for name, version in facts["versions"].items())],
         ["hosts", ", ".join(run.hosts)],
         ["device", f"{facts['device']}, {facts['cores']} cores for each process of rank 0's host"],
@@ -283,7 +287,7 @@ def _environment(run: RunData) -> str:
     if start.get("flops_per_token"):
         peak = start.get("peak_flops")
         rows.append(["operations of a token", f"{start['flops_per_token']:.4g}"])
-        words = "unknown" if peak is None else f"{peak:.4g} operations/s a rank"
+        words = "unknown" if peak is None else f"{_flops_text(peak)} a rank"
         rows.append(["peak for MFU", f"{words}, {start.get('peak_from', '')}"])
     return table(["", ""], rows)
 

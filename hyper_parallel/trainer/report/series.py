@@ -28,13 +28,14 @@ def downsampled(
         places = range(number * count // num_stretches, (number + 1) * count // num_stretches)
         finite = [place for place in places if math.isfinite(values[place])] or list(places)
         kept |= {min(finite, key=lambda place: values[place]), max(finite, key=lambda place: values[place])}
-    places = sorted(kept)
-    return [steps[place] for place in places], [values[place] for place in places]
+    return [steps[place] for place in sorted(kept)], [values[place] for place in sorted(kept)]
 
 
-def curve(name: str, steps: Sequence[int], values: Sequence[float], colour: int, dots: bool = False) -> dict[str, Any]:
+def curve(
+    name: str, steps: Sequence[int], values: Sequence[float], colour: int, *, dots: bool = False, dashed: bool = False
+) -> dict[str, Any]:
     """A curve as data: how far each step is from the one before, and values of six digits."""
     steps, values = downsampled(steps, values)
     moves = [step - before for before, step in zip([0, *steps], steps, strict=False)]
     rounded = [float(f"{value:.6g}") if math.isfinite(value) else None for value in values]
-    return {"name": name, "colour": colour, "dots": dots, "dx": moves, "y": rounded}
+    return {"name": name, "colour": colour, "dots": dots, "dashed": dashed, "dx": moves, "y": rounded}

@@ -44,11 +44,12 @@ def timeline(parts: Sequence[dict[str, Any]]) -> str:
         out.append(f'<text x="0" y="{y + 25}">{escape(where)}</text>')
         for row, name, begin, end, count in boxes[number]:
             lane, size = _LANES[row]
+            width = max(0.8, (end - begin) * scale - (row == "modules"))
             several = f"{count} operations, the first " if count > 1 else ""
             title = f"{several}{name}: {(end - begin) / 1e3:.3g} ms"
             out.append(
                 f'<rect x="{_LEFT + (begin + shift) * scale:.1f}" y="{y + lane}" height="{size}" '
-                f'width="{max(0.8, (end - begin) * scale):.1f}" fill="var(--c{_colour(row, name)})"'
+                f'width="{width:.1f}" fill="var(--c{_colour(row, name)})"'
                 f"{_opacity(row)}><title>{escape(title)}</title></rect>"
             )
     return "".join([*out, "</svg>"])
@@ -59,7 +60,7 @@ def legend(parts: Sequence[dict[str, Any]]) -> list[tuple[str, int]]:
     found: dict[str, int] = {}
     for part in parts[:MOST_RANKS]:
         for row, name, *_ in part["spans"]:
-            words = {"modules": "blocks, forward"}.get(row, name.split(" over ")[0])
+            words = {"modules": "forward of blocks"}.get(row, name.split(" over ")[0])
             found.setdefault(words, _colour(row, name))
     return list(found.items())
 
@@ -71,11 +72,11 @@ def _varies(parts: Sequence[dict[str, Any]], axis: str) -> bool:
 def _colour(row: str, name: str) -> int:
     if row in ("collectives", "in flight"):
         return _KINDS.get(name.split(" over ")[0], 6)
-    return 3 if row == "modules" else _COLOURS.get(name, 5)
+    return 7 if row == "modules" else _COLOURS.get(name, 5)
 
 
 def _opacity(row: str) -> str:
-    return {"model": ' opacity=".45"', "modules": ' opacity=".8"', "in flight": ' opacity=".6"'}.get(row, "")
+    return {"model": ' opacity=".35"', "in flight": ' opacity=".6"'}.get(row, "")
 
 
 def _merged(spans: Sequence[Sequence[Any]], gap: float) -> list[Box]:

@@ -43,7 +43,8 @@ def write_trace(folder: Path, parts: Sequence[dict[str, Any]]) -> Path:
 
 def _on_threads(spans: Sequence[Sequence[Any]]) -> list[tuple[str, int, str, int, int]]:
     """Spans with the number of their row; what is in flight at the same time gets rows of its own."""
-    found, free_at = [], []
+    found: list[tuple[str, int, str, int, int]] = []
+    free_at: list[int] = []
     for row, name, begin, end in sorted(spans, key=lambda span: (span[2], -span[3])):
         thread = _ROWS.index(row)
         if row == "in flight":
