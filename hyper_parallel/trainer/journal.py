@@ -21,7 +21,7 @@ from hyper_parallel.trainer.report.environment import environment_facts
 from hyper_parallel.trainer.report.flops import flops_per_token, peak_of_device
 from hyper_parallel.trainer.report.live import LIVE_VARIABLE
 from hyper_parallel.trainer.report.page import write_report
-from hyper_parallel.trainer.report.parts import read_parts
+from hyper_parallel.trainer.report.parts import forget_parts, read_parts
 from hyper_parallel.trainer.report.recording import StepRecording
 from hyper_parallel.trainer.report.run_data import LAYOUT_FILE
 from hyper_parallel.trainer.report.trace import write_trace
@@ -58,6 +58,8 @@ class Journal:
         if not self._writes:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
+        if recorded > trainer.run.step:
+            forget_parts(self._folder)
         self._attempt = int(os.environ.get(ATTEMPT_VARIABLE, "0"))
         self._metrics = MetricsFile(self._folder, trainer.run.step, is_restart=self._attempt > 0)
         self._loggers = open_loggers(config.log, self._folder)

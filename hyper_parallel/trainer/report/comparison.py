@@ -50,17 +50,16 @@ def _figures(runs: Sequence[RunData]) -> list[list[str]]:
         if any(values):
             rows.append([title, *(form.format(one[len(one) // 2]) if one else "" for one in values)])
     rows.append(["peak memory of a rank", *(byte_text(max(run.peaks.values())) if run.peaks else "" for run in runs)])
-    sent = [sum(one["sent"] for part in run.parts for one in part["communication"]) for run in runs]
-    rows.append(
-        [
-            "sent in one step, all ranks",
-            *(byte_text(one) if run.parts else "" for one, run in zip(sent, runs, strict=True)),
-        ]
-    )
+    rows.append(["sent in one step, all ranks", *map(_sent, runs)])
     rows.append(["ranks", *(f"{run.start.get('ranks', '')} ({run.start.get('degrees', '')})" for run in runs)])
     rows.append(["steps", *(str(len(run.of("step"))) for run in runs)])
     rows.append(["time", *(duration(run.seconds) for run in runs)])
     return rows
+
+
+def _sent(run: RunData) -> str:
+    sent = sum(one["sent"] for part in run.parts for one in part["communication"])
+    return byte_text(sent) if run.parts else ""
 
 
 def _differing(runs: Sequence[RunData]) -> list[list[str]]:

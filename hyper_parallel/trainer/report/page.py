@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from hyper_parallel.trainer.metrics import append_event
+from hyper_parallel.trainer.metrics import METRICS_FILE, append_event
 from hyper_parallel.trainer.report.comparison import comparison_of
 from hyper_parallel.trainer.report.run_data import RunData
 from hyper_parallel.trainer.report.sections import sections_of, tiles, verdict_of
@@ -46,9 +47,10 @@ def write_report(folders: Sequence[Path], path: Path | None = None) -> Path:
 
 def write_failure(folder: Path, reason: str) -> None:
     """Note down why the ranks of a run died, as who started them knows it, and write the page."""
-    step = RunData.read(folder).step if (folder / "metrics.jsonl").is_file() else 0
-    append_event(folder, "end", step=step, status="failed", reason=reason)
-    write_report([folder])
+    with suppress(OSError, ValueError, KeyError):  # The failure is more than a page about it.
+        step = RunData.read(folder).step if (folder / METRICS_FILE).is_file() else 0
+        append_event(folder, "end", step=step, status="failed", reason=reason)
+        write_report([folder])
 
 
 def page(runs: Sequence[RunData]) -> str:

@@ -6,9 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-__all__ = ["PARTS_FOLDER", "read_parts"]
+__all__ = ["PARTS_FOLDER", "forget_parts", "read_parts"]
 
 PARTS_FOLDER = "recorded"
+
+
+def forget_parts(folder: Path) -> None:
+    """Remove what an earlier run has left."""
+    for path in (folder / PARTS_FOLDER).glob("rank-*.json"):
+        path.unlink(missing_ok=True)
 
 
 def read_parts(folder: Path) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
@@ -16,6 +17,7 @@ __all__ = ["duration", "sections_of", "table", "tiles", "verdict_of"]
 _MOST_RANKS = 16  # of the table of memory
 _MOST_ROWS = 40
 _MOST_LAYOUT = 80_000  # characters
+_ACTIVE = re.compile(r"<script|<foreignobject|<style|\son\w+\s*=|href|url\((?!#)|<image", re.IGNORECASE)
 _MEMORY_COLOURS = {"parameters": 0, "gradients": 1, "optimizer state": 2, "activations": 3, "logits": 4}
 _PHASES = {
     "data": ("waiting for data", 5),
@@ -231,9 +233,12 @@ def _timeline(run: RunData) -> str:
 def _layout(run: RunData) -> str:
     if not run.layout:
         return ""
+    if _ACTIVE.search(run.layout):
+        return '<p class="faint">layout.svg is not the one that was drawn: it is left out.</p>'
     if len(run.layout) > _MOST_LAYOUT:
         return '<p class="faint">The picture is large: it is in layout.svg of the run\'s folder.</p>'
-    return f'<div class="scroll layout">{run.layout}</div>'
+    picture = run.layout.replace(' xmlns="http://www.w3.org/2000/svg"', "")
+    return f'<div class="scroll layout">{picture}</div>'
 
 
 def _starts(run: RunData) -> str:
