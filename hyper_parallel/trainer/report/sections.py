@@ -17,6 +17,7 @@ __all__ = ["duration", "sections_of", "table", "tiles", "verdict_of"]
 _MOST_RANKS = 16  # of the table of memory
 _MOST_ROWS = 40
 _MOST_LAYOUT = 80_000  # characters
+_FORECAST_KINDS = ("parameters", "gradients", "optimizer_state", "activations")
 _ACTIVE = re.compile(r"<script|<foreignobject|<style|\son\w+\s*=|href|url\((?!#)|<image", re.IGNORECASE)
 _MEMORY_COLOURS = {"parameters": 0, "gradients": 1, "optimizer state": 2, "activations": 3, "logits": 4}
 _PHASES = {
@@ -154,42 +155,56 @@ def _time(run: RunData) -> str:
 
 
 def _memory(run: RunData) -> str:
-    peaks, forecast = run.peaks, run.last("forecast")
+    """Bars of what is kept, and on devices of all that was taken; a process on a CPU has much besides the run."""
+    peaks, is_cpu = run.peaks, run.last("environment").get("device") == "cpu"
     if not peaks:
         return ""
     by_rank = {part["rank"]: part["memory"] for part in run.parts}
-    rows: list[tuple[str, dict[str, int], int, str]] = []
-    if forecast:
-        rows.append(("forecast", _named_alike(forecast.get("state", {})), int(forecast.get("peak", 0)), "forecast"))
+    rows = _forecast_row(run)
     for rank, peak in sorted(peaks.items())[:_MOST_RANKS]:
         kinds = {name: size for name, size in by_rank.get(rank, {}).items() if name != "peak"}
         rows.append((f"rank {rank}", kinds, peak, ""))
-    whole = max(max(peak, sum(kinds.values())) for _, kinds, peak, _ in rows)
+    whole = max(sum(kinds.values()) if is_cpu else max(peak, sum(kinds.values())) for _, kinds, peak, _ in rows)
     names = list(dict.fromkeys(kind for _, kinds, _, _ in rows for kind in kinds))
     colours = {name: _MEMORY_COLOURS.get(name, 6 + number % 2) for number, name in enumerate(names)}
     body = []
     for label, kinds, peak, style in rows:
-        rest = max(0, peak - sum(kinds.values()))
+        state, rest = sum(kinds.values()), max(0, peak - sum(kinds.values()))
         pieces = [(f"{name}: {byte_text(size)}", size, colours[name]) for name, size in kinds.items()]
-        bar = _bar([*pieces, (f"the rest: {byte_text(rest)}", rest, 5)], whole)
-        state = byte_text(sum(kinds.values())) if kinds else ""
-        body.append(
-            f'<tr class="{style}"><td>{escape(label)}</td><td class="wide">{bar}</td>'
-            f'<td class="number">{state}</td><td class="number">{byte_text(peak)}</td></tr>'
-        )
-    is_cpu = run.last("environment").get("device") == "cpu"
-    rest_words = "the rest: Python, the framework, activations" if is_cpu else "the rest: activations, buffers"
-    sizes = next((kinds for _, kinds, _, style in reversed(rows) if kinds and not style), {})
-    keys = [(f"{name} {byte_text(sizes[name])}" if name in sizes else name, colours[name]) for name in names]
-    left = len(peaks) - _MOST_RANKS
-    note = f'<p class="faint">{left} more ranks are in metrics.jsonl.</p>' if left > 0 else ""
-    head = '<tr><th></th><th></th><th class="number">state</th><th class="number">peak</th></tr>'
-    return f'<div class="scroll"><table>{head}{"".join(body)}</table></div>{_keys([*keys, (rest_words, 5)])}{note}'
+        if not is_cpu:
+            pieces.append((f"the rest: {byte_text(rest)}", rest, 5))
+        sizes = (byte_text(size) if size else "" for size in (state, peak))
+        cells = "".join(f'<td class="number">{size}</td>' for size in sizes)
+        body.append(f'<tr class="{style}"><td>{label}</td><td class="wide">{_bar(pieces, whole)}</td>{cells}</tr>')
+    shown: Mapping[str, int] = next((kinds for _, kinds, _, style in rows if kinds and not style), {})
+    keys = [(f"{name} {byte_text(shown[name])}" if name in shown else name, colours[name]) for name in names]
+    notes = [_forecast_words(run)]
+    if is_cpu:
+        notes.append("A peak is that of a whole process: Python, the framework and activations are in it.")
+    else:
+        keys.append(("the rest: activations, buffers", 5))
+    if len(peaks) > _MOST_RANKS:
+        notes.append(f"{len(peaks) - _MOST_RANKS} more ranks are in metrics.jsonl.")
+    head = '<tr><th></th><th></th><th class="number">by kind</th><th class="number">peak</th></tr>'
+    note = f'<p class="faint">{escape(" ".join(filter(None, notes)))}</p>'
+    return f'<div class="scroll"><table>{head}{"".join(body)}</table></div>{_keys(keys)}{note}'
 
 
-def _named_alike(kinds: Mapping[str, int]) -> dict[str, int]:
-    """A forecast's kinds by the names of those that are measured."""
-    return {"optimizer state" if name == "optimizer" else name: size for name, size in kinds.items()}
+def _forecast_row(run: RunData) -> list[tuple[str, dict[str, int], int, str]]:
+    said = run.last("forecast")
+    kinds = {name.replace("_", " "): said.get(name) for name in _FORECAST_KINDS}
+    known = {name: size for name, size in kinds.items() if size is not None}
+    return [("forecast", known, said.get("peak") or 0, "forecast")] if known else []
+
+
+def _forecast_words(run: RunData) -> str:
+    state = run.last("forecast_measured").get("state")
+    if state is None:
+        return ""
+    return (
+        f"Parameters and optimizer state of rank 0: {byte_text(state['measured'])} measured, "
+        f"{byte_text(state['forecast'])} forecast ({state['error']:+.1%})."
+    )
 
 
 def _communication(run: RunData) -> str:
