@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +62,19 @@ class RunData:
 
     def of(self, event: str) -> list[Mapping[str, Any]]:
         """All events of a name, in the order of time."""
-        return [one for one in self.events if one["event"] == event]
+        return self._by_event.get(event, [])
+
+    @cached_property
+    def _by_event(self) -> dict[str, list[Mapping[str, Any]]]:
+        found: dict[str, list[Mapping[str, Any]]] = {}
+        for one in self.events:
+            found.setdefault(one["event"], []).append(one)
+        return found
 
     def last(self, event: str) -> Mapping[str, Any]:
         """The last one; empty if there is none."""
-        return next((one for one in reversed(self.events) if one["event"] == event), {})
+        found = self.of(event)
+        return found[-1] if found else {}
 
     def series(self, name: str, event: str = "step") -> tuple[list[int], list[float]]:
         """Steps and values of a number that events have."""
