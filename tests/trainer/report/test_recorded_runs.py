@@ -7,6 +7,7 @@ import json
 import pytest
 
 import hyper_parallel as hp
+from hyper_parallel.data.config import DataConfig
 from hyper_parallel.platform import get_platform
 from hyper_parallel.trainer.metrics import read_metrics
 from hyper_parallel.trainer.report.flops import flops_per_token, peak_of_device
@@ -23,7 +24,7 @@ SIZES = {"dim": 32, "num_blocks": 2, "num_heads": 4, "num_kv_heads": 2, "hidden_
 def config_of(folder, steps=4, **sections):
     return hp.RunConfig(
         model={"name": "llama", "args": SIZES},
-        data={"kind": "synthetic", "length": 16, "vocab_size": 256, "isolate": False},
+        data=DataConfig(kind="synthetic", length=16, vocab_size=256, isolate=False),
         train={"steps": steps, "batch": 4},
         log={"folder": str(folder), "every": 2, **sections.pop("log", {})},
         checkpoint={"every": 0, "background": False, **sections.pop("checkpoint", {})},
