@@ -290,7 +290,7 @@ def test_the_command(tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["nowhere"], "there is no folder 'nowhere'; give the folder of a run, which log.folder names"),
+        (["no-such-run"], "there is no folder 'no-such-run'; give the folder of a run, which log.folder names"),
         ([str(Path(__file__).parent)], "has no metrics.jsonl, so no run has written there"),
         (["a", "b", "c"], "report takes one folder, or two to compare; got 3"),
     ],
