@@ -26,7 +26,7 @@ def _config(**sections) -> RunConfig:
 def test_two_processes_are_equal_to_one():
     verdict = check_run(_config(parallel={"tp": 2}), steps=2)
     assert verdict.equal, verdict.text()
-    assert verdict.largest < 1e-9
+    assert verdict.largest < 1e-3 and "in float32" in verdict.text()
 
 
 def test_the_forecast_is_that_of_the_twin():

@@ -11,7 +11,7 @@ import dataclasses
 import json
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from hyper_parallel.models.llama_config import LlamaConfig
 from hyper_parallel.models.llama_sizes import llama_size
@@ -49,8 +49,10 @@ def shrunk_size(size: int, degree: int, least: int) -> int:
     return min(size, math.ceil(least / degree) * degree + size % degree)
 
 
-def shrink(config: RunConfig, world_size: int, *, keep_sizes: bool = False) -> tuple[RunConfig, int]:
-    """The config of the check, and the length of its samples: in float64, at a constant rate, from drawn values."""
+def shrink(
+    config: RunConfig, world_size: int, *, dtype: Literal["float64", "float32"] = "float64", keep_sizes: bool = False
+) -> tuple[RunConfig, int]:
+    """The config of the check, and the length of its samples: in ``dtype``, at a constant rate, from drawn values."""
     sizes = config.parallel.degrees.fit(world_size).sizes
     both, parts = sizes["cp"] * sizes["tp"], sizes["dp_replicate"] * sizes["dp_shard"]
     length = shrunk_size(config.data.length, both, 4 * both)
@@ -70,9 +72,7 @@ def shrink(config: RunConfig, world_size: int, *, keep_sizes: bool = False) -> t
     return dataclasses.replace(
         config,
         model=dataclasses.replace(model, weights=weights, lora=None),
-        train=dataclasses.replace(
-            config.train, batch=shrunk_size(config.train.batch, parts, 2 * parts), dtype="float64"
-        ),
+        train=dataclasses.replace(config.train, batch=shrunk_size(config.train.batch, parts, 2 * parts), dtype=dtype),
         optimizer=optimizer,
         schedule=dataclasses.replace(config.schedule, name="constant", warmup=0),
         precision=dataclasses.replace(config.precision, compute="same", reduce="same"),

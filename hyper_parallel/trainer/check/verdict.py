@@ -97,10 +97,9 @@ class Verdict:
         return "\n".join([*lines, *([f"and {others} more numbers differ"] if others else [])])
 
     def _cause(self, first: Difference, ranks: Sequence[int]) -> str:
-        only = (
-            "" if len(ranks) == self.world_size else "; the other ranks are right, so it is what these do by themselves"
-        )
-        if first.ratio is None:
+        alone = "the other ranks are right, so it is what these do by themselves"
+        only = "" if len(ranks) == self.world_size else f"; {alone}"
+        if first.ratio is None or abs(first.ratio - 1) < _NEAR:
             if first.name.endswith("/loss") and first.name.startswith("1/"):
                 return "the forward pass differs, before any gradient: look at the plan, at masks and at positions"
             return alone if only else ""
