@@ -41,6 +41,10 @@ BAD = {
     ),
     "a number in quotes": ('[optimizer]\nlr = "1e-3"\n', '7: optimizer.lr: must be a number, got "1e-3"'),
     "a part of a rank": ("[launch]\nnproc = 1.5\n", "7: launch.nproc: must be a whole number, got 1.5"),
+    "no amount of memory": (
+        '[launch]\ndevice_memory = "lots"\n',
+        '7: launch.device_memory: must be an amount of memory such as "80GB", got "lots"',
+    ),
     "a flag for a number": ("[schedule]\nwarmup = true\n", "7: schedule.warmup: must be a whole number, got true"),
     "a number for a flag": ("[log]\ntensorboard = 1\n", "7: log.tensorboard: must be true or false, got 1"),
     "a number for a text": ("[log]\nfolder = 7\n", "7: log.folder: must be a text in quotes, got 7"),

@@ -77,6 +77,20 @@ def test_models_of_hugging_face_are_equal(name, tmp_path):
     assert verdict.largest < 1e-4  # norms and losses of transformers are computed in float32
 
 
+def test_adapters_are_equal_and_found(tmp_path):
+    model = {"name": "llama-1b", "weights": str(tmp_path), "lora": {"rank": 4}}
+    config = _config(model=model, parallel={"dp_shard": 2, "tp": 2})
+    verdict = check_run(config, steps=3)
+    assert verdict.equal, verdict.text()
+
+    def tamper(run):
+        name, parameter = next(one for one in run.named_parameters() if "lora" in one[0])
+        if get_platform().get_rank() == 2:
+            get_platform().set_grad(parameter, get_platform().get_grad(parameter) + 1)
+
+    assert "lora" in check_run(config, steps=1, tamper=tamper).first.name
+
+
 def test_the_reference_is_plain_training_on_one_device(tmp_path):
     """The numbers that all layouts are compared with are those of PyTorch alone."""
     import torch

@@ -66,12 +66,14 @@ def shrink(
         values = json.loads((path / "config.json" if path.is_dir() else path).read_text())
         model = dataclasses.replace(model, args=_hugging_face({**values, **model.args}, sizes["tp"], length))
     weights = None if model.hugging_face is None else "scratch"
+    if model.lora is not None:  # which needs a folder; nothing is read from it, for all values are drawn
+        weights = "."
     optimizer = config.optimizer
     if optimizer.name != "sgd":
         optimizer = dataclasses.replace(optimizer, eps=max(optimizer.eps, _LEAST_EPS))
     return dataclasses.replace(
         config,
-        model=dataclasses.replace(model, weights=weights, lora=None),
+        model=dataclasses.replace(model, weights=weights),
         train=dataclasses.replace(config.train, batch=shrunk_size(config.train.batch, parts, 2 * parts), dtype=dtype),
         optimizer=optimizer,
         schedule=dataclasses.replace(config.schedule, name="constant", warmup=0),
