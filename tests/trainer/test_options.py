@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 
@@ -213,7 +214,7 @@ def test_a_model_of_ones_own(own, name, degrees):
 
 
 def test_a_function_that_builds_no_model(own):
-    with pytest.raises(TypeError, match="model.build: own_models:no_model returned a dict, not a model"):
+    with pytest.raises(TypeError, match=r"model.build: own_models:no_model returned a dict, not a model"):
         train_on_threads(own("no_model"))
 
 
@@ -262,7 +263,7 @@ def test_fine_tuning_on_conversations(tmp_path, hugging_face, packing):
         rows = batch["input_ids"], batch["labels"], batch.get("position_ids", [np.arange(96)] * 4)
         for ids, labels, positions in zip(*rows, strict=True):
             starts = [*np.flatnonzero(positions == 0), len(ids)]
-            for begin, end in zip(starts, starts[1:], strict=False):
+            for begin, end in itertools.pairwise(starts):
                 logits = model(torch.from_numpy(ids[None, begin:end])).logits[0]
                 targets = torch.from_numpy(labels[begin:end])
                 total += torch.nn.functional.cross_entropy(logits, targets, reduction="sum").item()

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, NamedTuple
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, GetCoreSchemaHandler, model_validator
 from pydantic.dataclasses import dataclass
-from pydantic_core import PydanticCustomError
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from typing_extensions import Self
 
 from hyper_parallel.analysis.byte_sizes import parse_bytes
@@ -59,12 +59,22 @@ Duration = Annotated[str, AfterValidator(_is_duration)]
 Bytes = Annotated[str, AfterValidator(_is_bytes)]
 
 
-def _from_dict(value: Any, info: ValidationInfo) -> Any:
-    # DataConfig converts nothing, and for a dataclass that means dicts too; those of a file come as JSON and are taken.
-    return DataConfig(**value) if info.mode == "python" and isinstance(value, dict) else value
+class _OrDict:
+    """DataConfig converts nothing, which for a dataclass means dicts too. Files are read as JSON, where it takes them;
+    here it does from Python as well."""
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema = handler(source)
+        from_dict = core_schema.no_info_before_validator_function(_data, schema)
+        return core_schema.json_or_python_schema(json_schema=schema, python_schema=from_dict)
 
 
-Data = Annotated[DataConfig, BeforeValidator(_from_dict)]
+def _data(value: Any) -> Any:
+    return DataConfig(**value) if isinstance(value, dict) else value
+
+
+Data = Annotated[DataConfig, _OrDict]
 
 
 class Problem(NamedTuple):

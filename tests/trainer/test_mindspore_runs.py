@@ -1,0 +1,77 @@
+"""Runs on MindSpore: the curve of PyTorch's hand-written loop, and a checkpoint of one framework goes on on the other."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.commands import command_environment
+from tests.trainer.processes import Run
+from tests.world import small_or_sweep
+
+only_on = "mindspore"  # each run is a process of its own, of one framework or the other
+
+STEPS = 8
+FLOAT32 = 'train.dtype="float32"'  # which is what MindSpore trains in on a CPU
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """PyTorch in one process, which is a hand-written loop's curve (test_curves.py)."""
+    pytest.importorskip("torch")
+    with Run(tmp_path_factory.mktemp("straight"), FLOAT32, nproc=1, steps=STEPS, every=0) as run:
+        status, out, err = run.end(timeout=200)
+        assert status == 0, out + err
+        return run.losses()
+
+
+def test_first_values_are_those_of_pytorch():
+    program = (
+        "import hyper_parallel as hp\n"
+        "hp.manual_seed(0)\n"
+        "with hp.deferred_init():\n"
+        "    model = hp.models.Llama(hp.models.LlamaConfig(dim=16, num_blocks=1, num_heads=2, num_kv_heads=2))\n"
+        "hp.materialize(model)\n"
+        "p = hp.get_platform()\n"
+        "print([round(float(abs(p.tensor_to_numpy(x)).sum()), 3) for x in p.parameters_dict(model).values()])\n"
+    )
+    said = [
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env=command_environment(HYPER_PARALLEL_PLATFORM=name),
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.splitlines()[-1]
+        for name in ("torch", "mindspore")
+    ]
+    assert said[0] == said[1]
+
+
+_LAYOUTS = {"one": (1, ()), "tp": (2, ("parallel.tp=2",)), "dp_shard": (2, ()), "cp": (2, ("parallel.cp=2",))}
+
+
+@pytest.mark.parametrize("layout", small_or_sweep(_LAYOUTS, ["tp"]))
+def test_the_curve_is_that_of_pytorch(tmp_path, straight, layout):
+    nproc, sets = _LAYOUTS[layout]
+    with Run(tmp_path, FLOAT32, *sets, nproc=nproc, steps=STEPS, every=0, platform="mindspore") as run:
+        status, out, err = run.end(timeout=300)
+        assert status == 0, out + err
+        assert run.losses() == pytest.approx(straight, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "order", small_or_sweep([("torch", "mindspore"), ("mindspore", "torch")], [("torch", "mindspore")])
+)
+def test_a_checkpoint_of_one_framework_goes_on_on_the_other(tmp_path, straight, order):
+    first, second = order
+    with Run(tmp_path, FLOAT32, nproc=1, steps=STEPS // 2, every=0, platform=first) as run:
+        status, out, err = run.end(timeout=300)
+        assert status == 0, out + err
+    with Run(tmp_path, FLOAT32, "parallel.tp=2", nproc=2, steps=STEPS, every=0, platform=second) as run:
+        status, out, err = run.end(timeout=300)
+        assert status == 0, out + err
+        assert f"steps {STEPS // 2 + 1} to {STEPS}, from " in out
+        assert run.losses() == pytest.approx(straight, rel=1e-5)
