@@ -11,6 +11,7 @@ from hyper_parallel.core.distributed_checkpoint.foreign.hugging_face import load
 from hyper_parallel.core.modules.deferred import materialize
 from hyper_parallel.core.modules.lora import is_of_adapter
 from hyper_parallel.parallel.adapter_files import merged_state
+from hyper_parallel.parallel.state_names import renamed_model, shared_names
 from hyper_parallel.platform import get_platform
 
 __all__ = ["load_folder", "require_memory", "save_folder"]
@@ -40,6 +41,7 @@ def load_folder(parts: Sequence[Any], folder: Any, **options: Any) -> Any:
         _give_memory(part)
         state = _platform.get_model_state_dict(part, options=None)
         state = {name: value for name, value in state.items() if not is_of_adapter(name)}
+        state = renamed_model(state, shared_names(part))
         found = load_hugging_face(state, folder, **options)
     return found
 
@@ -74,7 +76,7 @@ def save_folder(model: Any, folder: Any, *, tokenizer: Any = None, **options: An
     tokenizer's files.
     """
     path = Path(folder)
-    save_hugging_face(merged_state(model), path, **options)
+    save_hugging_face(renamed_model(merged_state(model), shared_names(model)), path, **options)
     if _platform.get_rank() == 0:
         for name in ("config", "generation_config"):
             save = getattr(getattr(model, name, None), "save_pretrained", None)

@@ -29,6 +29,7 @@ from hyper_parallel.parallel.losses import GivenLoss, LabelledLoss
 from hyper_parallel.parallel.meshes import Meshes
 from hyper_parallel.parallel.micro_batches import MicroBatch, micro_batches, named_batch, num_rows, parts_of
 from hyper_parallel.parallel.sequence_inputs import shard_sequences
+from hyper_parallel.parallel.state_names import renamed_model, renamed_optimizer, shared_names
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.shared.membership import current_member
 
@@ -299,7 +300,7 @@ class Parallel:
         save_adapters(self.model, folder, base=base)
 
     def state_dict(self, optimizer: Any = None, *, frozen: bool = True) -> dict[str, Any]:
-        """The state of the run, of the model, and of the optimizer, by the names of one device.
+        """The state of the run, of the model, and of the optimizer, by names that both frameworks share.
 
         Without ``frozen`` parameters that are not trained are left out.
         """
@@ -308,9 +309,11 @@ class Parallel:
         if not frozen:
             kept = {name for name, parameter in self.named_parameters() if not _platform.requires_grad(parameter)}
             model = {name: value for name, value in model.items() if name not in kept}
-        if optimizer is None:
-            return {"run": run, "model": model}
-        return {"run": run, "model": model, "optimizer": state_dicts.get_optimizer_state_dict(self.model, optimizer)}
+        names = shared_names(self.model)
+        found = {"run": run, "model": renamed_model(model, names)}
+        if optimizer is not None:
+            found["optimizer"] = renamed_optimizer(state_dicts.get_optimizer_state_dict(self.model, optimizer), names)
+        return found
 
     def save(
         self, path: Any, optimizer: Any = None, *, background: bool = False, frozen: bool = True, **more: Any
@@ -331,13 +334,13 @@ class Parallel:
         """
         state = {**self.state_dict(optimizer, frozen=frozen), **_named(more, "load")}
         load(state, checkpoint_id=path)
-        model = {**state_dicts.get_model_state_dict(self.model), **state["model"]}
+        names = {ours: own for own, ours in shared_names(self.model).items()}
+        model = {**state_dicts.get_model_state_dict(self.model), **renamed_model(state["model"], names)}
         if optimizer is None:
             state_dicts.set_model_state_dict(self.model, model)
         else:
-            state_dicts.set_state_dict(
-                self.model, optimizer, model_state_dict=model, optim_state_dict=state["optimizer"]
-            )
+            slots = renamed_optimizer(state["optimizer"], names)
+            state_dicts.set_state_dict(self.model, optimizer, model_state_dict=model, optim_state_dict=slots)
         manual_seed(state["run"]["seed"])
         self.step = state["run"]["step"]
         return {name: state[name] for name in more}

@@ -1,4 +1,4 @@
-"""Runs on MindSpore: the curve of PyTorch's hand-written loop, and a checkpoint of one framework goes on on the other."""
+"""Runs on MindSpore: the curve of PyTorch's runs; a checkpoint of one framework goes on on the other."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from safetensors.numpy import load_file
 
 from tests.commands import command_environment
 from tests.trainer.processes import Run
@@ -75,3 +76,21 @@ def test_a_checkpoint_of_one_framework_goes_on_on_the_other(tmp_path, straight, 
         assert status == 0, out + err
         assert f"steps {STEPS // 2 + 1} to {STEPS}, from " in out
         assert run.losses() == pytest.approx(straight, rel=1e-5)
+
+
+def test_adapters_train_as_on_pytorch(tmp_path):
+    with Run(tmp_path / "base", FLOAT32, "checkpoint.export_hugging_face=true", nproc=1, steps=1) as run:
+        assert run.end(timeout=200)[0] == 0
+    base = tmp_path / "base" / "run" / "hugging_face"
+    sets = FLOAT32, f'model.weights="{base}"', "model.lora={rank = 2}", "checkpoint.export_hugging_face=true"
+    seen = []
+    for platform, more, nproc in (("torch", (), 1), ("mindspore", ("parallel.tp=2",), 2)):
+        with Run(tmp_path / platform, *sets, *more, nproc=nproc, steps=3, platform=platform) as run:
+            status, out, err = run.end(timeout=300)
+            assert status == 0, out + err
+            seen.append(run.losses())
+    assert seen[1] == pytest.approx(seen[0], rel=1e-5)
+    for name in ("adapter/adapter_model.safetensors", "hugging_face/model.safetensors"):
+        first, second = (load_file(tmp_path / platform / "run" / name) for platform in ("torch", "mindspore"))
+        assert first.keys() == second.keys()
+        assert all(abs(first[key] - second[key]).max() < 1e-4 for key in first), name

@@ -16,6 +16,7 @@ from hyper_parallel.core.dtensor.random.by_sample import install_addressed_draws
 from hyper_parallel.core.dtensor.random.random_fill import NUMBERED
 from hyper_parallel.core.dtensor.random.random_state import default_state
 from hyper_parallel.core.dtensor.random.sample_address import Address, at_address
+from hyper_parallel.core.modules.lora import is_of_adapter
 from hyper_parallel.core.shard.dispatching.mixing import implicit_replication
 from hyper_parallel.platform import get_platform
 
@@ -83,9 +84,11 @@ def number_initial_values(module: Any) -> None:
     for _, owner in platform.get_cells_and_names(module):
         if getattr(owner, _NUMBER_OF_MODULE, None) is None:
             modules.append(owner)
-        for parameter in platform.own_parameters(owner).values():
-            # Also those that are all one number: frameworks differ in which of them tell, and not in their numbers.
-            if platform.has_no_memory(parameter) and getattr(parameter, _NUMBER, None) is None:
+        for name, parameter in platform.own_parameters(owner).items():
+            # Also those that are all one number: frameworks differ in which of them tell, and not in their numbers. Not
+            # those of adapters: the values of the rest are the same with them and without.
+            is_counted = getattr(parameter, _NUMBER, None) is None and not is_of_adapter(name)
+            if platform.has_no_memory(parameter) and is_counted:
                 parameters[id(parameter)] = parameter
     if not parameters:
         return
