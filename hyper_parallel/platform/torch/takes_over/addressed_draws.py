@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from hyper_parallel.platform.torch.base.dtensor_base import DTensorBase
 from hyper_parallel.platform.torch.takes_over.compiling import keep_compiler_out
+from hyper_parallel.platform.torch.traced.attention import dropping
 
 _Drawn = Callable[..., torch.Tensor]  # (kind, shape, dtype, device, **parameters)
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -280,11 +281,13 @@ def install_addressed_draws(is_active: Callable[[], bool], drawn: _Drawn) -> Non
         for name in names:
             for owner in owners:
                 _replace(owner, name, getattr(ours, name), is_active)
-    _replace(functional, "scaled_dot_product_attention", ours.scaled_dot_product_attention, is_active, _drops)
+    _replace_attention(ours.scaled_dot_product_attention, is_active)
 
 
-def _drops(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return bool(args[4] if len(args) > 4 else kwargs.get("dropout_p"))
+def _replace_attention(ours: Callable[..., Any], is_active: Callable[[], bool]) -> None:
+    theirs = functional.scaled_dot_product_attention
+    _replace(functional, "scaled_dot_product_attention", ours, is_active)
+    functional.scaled_dot_product_attention = dropping(theirs, functional.scaled_dot_product_attention)
 
 
 def _replace(
@@ -292,13 +295,12 @@ def _replace(
     name: str,
     ours: Callable[..., Any],
     is_active: Callable[[], bool],
-    applies: Callable[[tuple[Any, ...], dict[str, Any]], bool] | None = None,
 ) -> None:
     theirs = getattr(owner, name)
 
     @functools.wraps(theirs)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not is_active() or (applies is not None and not applies(args, kwargs)) or _is_other(args, kwargs):
+        if not is_active() or _is_other(args, kwargs):
             return theirs(*args, **kwargs)
         return ours(*args, **kwargs)
 

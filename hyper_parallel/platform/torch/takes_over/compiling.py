@@ -11,6 +11,8 @@ its list of code to leave alone, which has no public name.
 from __future__ import annotations
 
 import functools
+import importlib
+import pkgutil
 import sys
 from typing import Any
 
@@ -39,8 +41,17 @@ def _tell_compiler() -> None:
     from torch import _dynamo
 
     _dynamo.config.nontraceable_tensor_subclasses.update(_kinds)
-    for package in ("hyper_parallel.core", "hyper_parallel.platform"):
+    for package in ("hyper_parallel.core", *_parts_of_platform()):
         _dynamo.trace_rules.add(package)
+
+
+def _parts_of_platform() -> list[str]:
+    """The modules and packages of the platform but for ``torch.traced``, which compiled code looks into."""
+    ours = importlib.import_module("hyper_parallel.platform.torch")
+    above = importlib.import_module("hyper_parallel.platform")
+    inner = [f"{ours.__name__}.{found.name}" for found in pkgutil.iter_modules(ours.__path__) if found.name != "traced"]
+    outer = [f"{above.__name__}.{found.name}" for found in pkgutil.iter_modules(above.__path__)]
+    return [*inner, *(name for name in outer if name.rpartition(".")[2] not in ("torch", "mindspore"))]
 
 
 @functools.wraps(_plain_compile)

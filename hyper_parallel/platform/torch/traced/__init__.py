@@ -1,0 +1,1 @@
+"""Functions of this library that compiled code looks into; all others it calls as they are (``compiling.py``)."""
