@@ -23,6 +23,7 @@ class LiveLine:
         self._rank = rank
         self._console = console or Console(highlight=False)
         self._live = Live(console=self._console, refresh_per_second=8, transient=False)
+        self._last = Text()
         self._spinner = Spinner("dots", style="cyan")
 
     def __enter__(self) -> LiveLine:
@@ -32,6 +33,7 @@ class LiveLine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._live.update(self._last)
         self._live.__exit__(kind, error, traceback)
 
     def __call__(self, rank: int, line: str) -> None:
@@ -39,14 +41,16 @@ class LiveLine:
             return
         line = line.rstrip("\n")
         if _STEP.match(line):
-            self._spinner.update(text=_coloured(line))
+            self._last = _coloured(line)
+            self._spinner.update(text=self._last)
             self._live.update(self._spinner)
         else:
             self._console.print(Text(line))
 
 
 def _coloured(line: str) -> Text:
-    text = Text(line, style="dim")
+    line = re.sub(r"  (norm|lr) \S+|(?<=step)  +", lambda found: "" if found[1] else " ", line)  # to fit 80 columns
+    text = Text(line, style="dim", no_wrap=True, overflow="ellipsis")
     for pattern, style in ((r"step +\d+", "bold"), (r"loss [-+\d.e]+", "bold cyan"), (r"[\d,]+ tokens/s", "green")):
         text.highlight_regex(pattern, style)
     return text

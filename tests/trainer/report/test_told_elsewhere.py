@@ -84,3 +84,4 @@ def test_the_line_of_a_terminal():
     assert "of another rank" not in text
     assert text.rindex("loss 5.2500") > text.index("saved step 2")  # the line stays below all others
     assert text.count("saved step 2") == 1
+    assert "step 2/20  loss 5.2500  1,000 tokens/s  0.34 GiB  0:18 left" in text
