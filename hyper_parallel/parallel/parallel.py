@@ -307,7 +307,8 @@ class Parallel:
         run = {"step": self.step, "seed": initial_seed()}
         model = state_dicts.get_model_state_dict(self.model)
         if not frozen:
-            kept = {name for name, parameter in self.named_parameters() if not _platform.requires_grad(parameter)}
+            named = _platform.named_state_parameters(self.model)
+            kept = {name for name, parameter in named.items() if not _platform.requires_grad(parameter)}
             model = {name: value for name, value in model.items() if name not in kept}
         names = shared_names(self.model)
         found = {"run": run, "model": renamed_model(model, names)}

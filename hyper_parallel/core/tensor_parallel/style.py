@@ -71,7 +71,8 @@ class _ShardedWeight(ParallelStyle):
         distribute_parameter(module, _platform.weight_name(module), device_mesh, weight, self.src_data_rank, where)
         distribute_parameter(module, "bias", device_mesh, bias, self.src_data_rank, where)
         adapter = adapter_of(module)
-        for name, placements in {} if adapter is None else adapter.placements(weight, dims).items():
+        beside = {} if adapter is None or dims is None else adapter.placements(weight, dims)
+        for name, placements in beside.items():
             distribute_parameter(module, name, device_mesh, placements, self.src_data_rank, where)
         on_input = InputBoundary(device_mesh, per_axis(self.input_layouts, device_mesh), wanted, where, lengths)
         on_output = OutputBoundary(
