@@ -95,7 +95,7 @@ def test_recomputation_behind_the_cut_is_an_error():
     stages = cut(model, split)
     recompute(stages[1].model.get_submodule(split.stages[1][0]))
     with pytest.raises(
-        RuntimeError, match=r"'model.layers.3' takes what another stage sends.*recompute\(\) blocks before"
+        RuntimeError, match=r"'model.layers.3' ran outside of a call of its stage.*recompute\(\) blocks before"
     ):
         _trained(stages, [toys.batch()])
 

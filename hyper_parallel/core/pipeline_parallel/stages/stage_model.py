@@ -70,6 +70,11 @@ class _Emptied:
         if role.is_behind:
             raise _StageDone(stream)
         passage = role.passage
+        if passage.is_entered:
+            raise RuntimeError(
+                f"the block '{role.path}' of an earlier stage ran behind blocks of this one: give split_stages blocks= "
+                "in the order in which they run; models whose blocks run several times cannot be cut"
+            )
         passage.blank = stream if passage.blank is None else passage.blank
         return (passage.blank, *[None] * (passage.num_outputs - 1)) if passage.num_outputs else passage.blank
 
@@ -83,23 +88,24 @@ class _Hole:
 
 
 class _Entered:
-    """The first block of a stage that is not the first."""
+    """The first block of a stage: it takes what was received."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         role: _Role = vars(self)[_ROLE]
         passage = role.passage
         if not passage.is_running:
             raise RuntimeError(
-                f"the block '{role.path}' takes what another stage sends, and nothing came: call the StageModel, and "
+                f"the block '{role.path}' ran outside of a call of its stage: call the StageModel, not the model, and "
                 "recompute() blocks before the model is cut"
             )
-        if passage.is_entered:
+        if passage.is_entered and passage.received is not None:
             raise RuntimeError(
                 f"the block '{role.path}' was called twice in one run, so stages cannot tell what comes in: models "
                 "whose blocks run several times cannot be cut"
             )
         passage.is_entered = True
-        args, kwargs = with_stream(role.path, args, kwargs, passage.received)
+        if passage.received is not None:
+            args, kwargs = with_stream(role.path, args, kwargs, passage.received)
         return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
 
@@ -161,7 +167,7 @@ class StageModel:
         return outputs
 
     def _check_entered(self) -> None:
-        if not self.is_first and not self._passage.is_entered:
+        if not self._passage.is_entered:
             raise RuntimeError(
                 f"stage {self.index} ended without a call of its first block '{self.split.stages[self.index][0]}': "
                 "give split_stages blocks= in the order in which they run"
@@ -184,7 +190,7 @@ class StageModel:
                 hole = hole_of(path, modules[path])
                 _change(modules[path], _Hole, _Role(path, self._passage, hole=hole))
                 _platform.take_out_tensors(modules[path])
-            _change(modules[own[0]], _Entered, _Role(own[0], self._passage))
+        _change(modules[own[0]], _Entered, _Role(own[0], self._passage))
         if not self.is_last:
             for path in split.epilogue:
                 _platform.take_out_tensors(modules[path])
