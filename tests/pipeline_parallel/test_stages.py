@@ -277,6 +277,8 @@ def test_a_look_at_the_first_blocks() -> None:
     with pytest.raises(
         ValueError, match=r"the run up to the first block 'blocks\.0' failed: .*: .* or leave inputs= out"
     ):
+        split_of(pairs, 2, inputs={"y": x})
+    with pytest.raises(ValueError, match=r"'blocks\.0' was called with a NoneType, so there is no stream to hand on"):
         split_of(pairs, 2, inputs={"x": None})
     row = _Row()
     assert split_of(row, 2, inputs={"x": x}).stream.shape == (2, 4)

@@ -127,7 +127,8 @@ def _ends(
     modules: Mapping[str, Any], blocks: Sequence[str], prologue: Sequence[str], seen: Seen | None
 ) -> tuple[list[str], list[str]]:
     """The modules with parameters of their own before and behind the blocks."""
-    before, behind = [], []
+    before: list[str] = []
+    behind: list[str] = []
     for path, module in modules.items():
         own = _platform.own_parameters(module)
         if not own or any(path == one or path.startswith(f"{one}.") for one in blocks):
