@@ -97,8 +97,8 @@ def look(model: Any, blocks: Sequence[str], inputs: Mapping[str, Any]) -> Seen:
     stream = streams[0]
     if not _platform.is_tensor(stream):
         raise ValueError(
-            f"split_stages: the block '{blocks[0]}' was called with a {type(stream).__name__}, so there is no stream to "
-            "hand on: pass it as the block's first argument"
+            f"split_stages: the block '{blocks[0]}' was called with a {type(stream).__name__}, so there is no stream "
+            "to hand on: pass it as the block's first argument"
         )
     num_outputs = len(outputs[0]) if outputs and isinstance(outputs[0], (tuple, list)) else 0
     return Seen(tuple(dict.fromkeys(called)), StreamSpec(tuple(stream.shape), stream.dtype), num_outputs)
