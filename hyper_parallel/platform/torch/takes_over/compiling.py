@@ -36,22 +36,31 @@ def keep_compiler_out() -> None:
         _tell_compiler()
 
 
-@functools.cache
 def _tell_compiler() -> None:
     from torch import _dynamo
 
-    _dynamo.config.nontraceable_tensor_subclasses.update(_kinds)
-    for package in ("hyper_parallel.core", *_parts_of_platform()):
-        _dynamo.trace_rules.add(package)
+    _dynamo.config.nontraceable_tensor_subclasses.update(_kinds)  # there may be more than the last time
+    for package in _packages():
+        if package not in _told:
+            _told.add(package)
+            _dynamo.trace_rules.add(package)
 
 
-def _parts_of_platform() -> list[str]:
-    """The modules and packages of the platform but for ``torch.traced``, which compiled code looks into."""
+_told: set[str] = set()
+
+
+@functools.cache
+def _packages() -> list[str]:
+    """The core, and modules and packages of the platform but for ``torch.traced``, which compiled code looks into."""
     ours = importlib.import_module("hyper_parallel.platform.torch")
     above = importlib.import_module("hyper_parallel.platform")
     inner = [f"{ours.__name__}.{found.name}" for found in pkgutil.iter_modules(ours.__path__) if found.name != "traced"]
     outer = [f"{above.__name__}.{found.name}" for found in pkgutil.iter_modules(above.__path__)]
-    return [*inner, *(name for name in outer if name.rpartition(".")[2] not in ("torch", "mindspore"))]
+    return [
+        "hyper_parallel.core",
+        *inner,
+        *(name for name in outer if name.rpartition(".")[2] not in ("torch", "mindspore")),
+    ]
 
 
 @functools.wraps(_plain_compile)
