@@ -96,14 +96,16 @@ class Run:
     def losses(self) -> dict[int, float]:
         return {event["step"]: event["loss"] for event in self.events("step")}
 
-    def memory(self) -> str:
-        told = [event["memory_per_rank"] for event in self.events("step") if "memory_per_rank" in event]
-        return f"{max(told[-1]) / 2**20:,.0f}" if told else ""
+    def recorded(self) -> dict[str, Any]:
+        """What rank 0 held and sent in one step."""
+        return json.loads((self.folder / "recorded" / "rank-0.json").read_text())
+
+    def held(self) -> str:
+        kinds = dict(self.recorded()["memory"])
+        return f"{sum(kinds[kind] for kind in ('parameters', 'gradients', 'optimizer state')) / 2**20:.2f}"
 
     def sent(self) -> str:
-        """What a rank sends in a step, where the run has recorded one."""
-        found = self.events("communication")
-        return f"{found[-1]['sent_bytes'] / 2**20:.2f}" if found else ""
+        return f"{sum(one['sent'] for one in self.recorded()['communication']) / 2**20:.2f}"
 
 
 def start_and_report(console: Console, *words: str) -> None:
@@ -205,8 +207,8 @@ def show(console: Console, runs: dict[str, Run], steps: int) -> float:
     for step in sorted({1, *(max(1, round(steps * part / 4)) for part in range(1, 5))}):
         table.add_row(str(step), *(f"{one[step]:.6f}" if step in one else "" for one in losses.values()))
     table.add_section()
-    table.add_row("memory of a process, MiB", *(run.memory() for run in runs.values()))
-    table.add_row("sent by a rank in a step, MiB", *(run.sent() for run in runs.values()))
+    table.add_row("MiB a rank holds", *(run.held() for run in runs.values()))
+    table.add_row("MiB it sends a step", *(run.sent() for run in runs.values()))
     console.print(table)
     return worst
 
