@@ -45,6 +45,9 @@ def test_three_stages_give_the_gradients_of_one_piece(kind):
     assert split.num_stages == 3 and split.stream.shape == (2, 12, 32)
     static = split_of(model, 3)
     assert (static.stages, static.prologue, static.epilogue) == (split.stages, split.prologue, split.epilogue)
+    with hp.deferred_init():
+        deferred = toys.build(kind)
+    assert split_of(deferred, 3, inputs={"input_ids": batch["input_ids"]}) == split, "on shapes alone"
     loss, expected = _expected(model, batch)
     for way in (static, split):
         stages = cut(model, way)
