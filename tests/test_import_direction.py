@@ -29,7 +29,8 @@ _FLOORS = [
         "core.distributed_checkpoint",
     ],
     ["plans", "drawing"],
-    ["models", "testing", "launch", "parallel", "data"],
+    ["models", "testing", "launch", "data"],
+    ["parallel"],
     ["analysis"],
     ["", "checkpoint"],  # `hyper_parallel/__init__.py`, the public API, and the short names for checkpoints.
     ["trainer"],

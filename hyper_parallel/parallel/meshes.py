@@ -17,8 +17,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, init_device_mesh
+from hyper_parallel.launch.join import join
 from hyper_parallel.parallel.degrees import AXES, Degrees
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.shared.membership import current_member
 
 __all__ = ["Meshes", "make_meshes"]
 
@@ -51,11 +53,13 @@ class Meshes:
 
 
 def make_meshes(degrees: Degrees, mesh: DeviceMesh | None = None) -> tuple[Degrees, Meshes]:
-    """The degrees with a number for each axis and their mesh: that of the world, or the given one.
+    """The degrees with a number for each axis and their mesh: that of the world, which is joined, or the given one.
 
     A given mesh has axes of the names of ``AXES``, in their order; those that it lacks have size 1.
     """
     if mesh is None:
+        if current_member() is None:
+            join()
         fitted = degrees.fit(get_platform().get_world_size())
         shape = tuple(fitted.sizes.values())
         return fitted, Meshes(init_device_mesh(_device_type(), shape, mesh_dim_names=AXES))

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 import hyper_parallel as hp
 from hyper_parallel.parallel.degrees import AXES, as_degrees
 from hyper_parallel.parallel.meshes import make_meshes
 from hyper_parallel.platform.shared.membership import Member, as_member
+from tests.commands import command_environment
 
 
 def _as_rank(rank: int, size: int):
@@ -35,3 +40,16 @@ def test_a_mesh_of_the_user():
         wrong = hp.init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp_shard"))
         with pytest.raises(ValueError, match="in this order"):
             make_meshes(as_degrees("tp=2"), wrong)
+
+
+def test_a_program_that_nobody_launched_is_a_world_of_one():
+    program = """
+import hyper_parallel as hp
+from hyper_parallel.parallel.degrees import Degrees
+from hyper_parallel.parallel.meshes import make_meshes
+degrees, meshes = make_meshes(Degrees())
+print(degrees, meshes.world.size(), hp.get_platform().get_world_size())
+"""
+    environment = command_environment(HYPER_PARALLEL_PLATFORM=os.environ["HYPER_PARALLEL_PLATFORM"])
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=120)
+    assert done.stdout.strip().splitlines()[-1:] == ['"dp_shard=1" 1 1'], done.stdout + done.stderr
