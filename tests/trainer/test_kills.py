@@ -11,6 +11,7 @@ import pytest
 
 from hyper_parallel.checkpoint import latest
 from tests.trainer.processes import Run
+from tests.world import small_or_sweep
 
 only_on = "torch"  # the launcher and the loop are the same on both; a run on MindSpore is in test_mindspore_runs.py
 
@@ -87,7 +88,7 @@ def test_a_signal_during_evaluation_is_heard_at_once(tmp_path):
     assert latest(tmp_path / "run" / "checkpoints").name == "step-1"
 
 
-@pytest.mark.parametrize("delay", [0.1, 0.6, 1.5])
+@pytest.mark.parametrize("delay", small_or_sweep([0.1, 0.6, 1.5], [0.6]))
 def test_a_signal_during_the_start_ends_it(tmp_path, delay):
     """Before Python has read the program, while frameworks are read, or while the ranks meet."""
     with Run(tmp_path, "parallel.tp=2") as run:
