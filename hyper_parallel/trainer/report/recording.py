@@ -82,7 +82,8 @@ class StepRecording:
         platform = get_platform()
         parameters = self._run.parameters()
         gradients = [one for one in self._run.gradients() if one is not None]
-        slots = [slot for one in parameters for slot in platform.optimizer_slots(optimizer, one).values()]
+        trained = [one for one in parameters if platform.requires_grad(one)]
+        slots = [slot for one in trained for slot in platform.optimizer_slots(optimizer, one).values()]
         kinds = {"parameters": parameters, "gradients": gradients, "optimizer state": slots}
         self._memory = {kind: sum(_local_bytes(one) for one in tensors) for kind, tensors in kinds.items()}
 
