@@ -10,7 +10,7 @@ from hyper_parallel.trainer.check import check_run
 from hyper_parallel.trainer.config.run_config import RunConfig
 from hyper_parallel.trainer.forecast import forecast_run
 
-only_on = "mindspore"
+only_on = "mindspore"  # ranks as processes, the forecast by the twin
 
 
 def _config(**sections) -> RunConfig:
