@@ -18,7 +18,7 @@ def _run(*command, timeout=600, **variables):
 
 
 def test_make_demo_shows_equal_losses(tmp_path, sweep):
-    steps = 40 if sweep else 8
+    steps = 40 if sweep else 20  # enough of them to be interrupted between
     done = _run("make", "demo", ARGS=f"--steps {steps} --folder {tmp_path / 'runs'}")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "The losses are equal: the largest difference is" in done.stdout
