@@ -171,7 +171,7 @@ class _Supervisor:
                         failure.deaths,
                     ) from None
                 print(failure, file=sys.stderr, flush=True)
-                since = "from the beginning" if best is None else f"from the checkpoint of step {best}"
+                since = "from the last checkpoint, if any" if best is None else f"from the checkpoint of step {best}"
                 again = f"starting all ranks again {since}, attempt {attempt + 2} of {max_restarts + 1}"
                 print(again, file=sys.stderr, flush=True)
         raise AssertionError("the last attempt returns or raises")

