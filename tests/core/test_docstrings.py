@@ -28,4 +28,8 @@ MODULES = {
 @pytest.mark.parametrize("name", sorted(MODULES))
 def test_examples_run(name):
     torch.manual_seed(0)
-    assert doctest.testmod(importlib.import_module(name)).failed == 0
+    try:
+        assert doctest.testmod(importlib.import_module(name)).failed == 0
+    finally:
+        if torch.distributed.is_initialized():  # an example has joined a world of one
+            hyper_parallel.destroy_process_group()
