@@ -201,8 +201,8 @@ def main() -> int:
     for degrees, ranks in {"dp_shard=1": 1, "dp_shard=2": 2}.items() if options.only != "speed" else ():
         found = run(ranks, degrees, True, rounds * 2)
         ratios = [found[kind]["forward_backward"] / found[kind]["by hand"] for kind in ("wall", "cpu")]
-        missed += min(ratios) > OVERHEAD_TARGET
-        mark = "" if min(ratios) <= OVERHEAD_TARGET else " missed"
+        missed += max(ratios) > OVERHEAD_TARGET
+        mark = "" if max(ratios) <= OVERHEAD_TARGET else " missed"
         cells = [f"{found['wall'][name] * 1e3:.1f}" for name in ("forward_backward", "by hand")]
         overhead.add_row(degrees, *cells, *(f"{one:.3f}" for one in ratios), f"{OVERHEAD_TARGET}{mark}")
     console = Console(width=120)
