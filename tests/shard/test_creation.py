@@ -19,6 +19,7 @@ LIKE = [
     Sample("full_like", (tensor(5, 3), 2.5)),
     Sample("Tensor.new_zeros", (tensor(5, 3), (5, 3))),
     Sample("Tensor.new_zeros", (tensor(5, 3), 2, 4)),
+    Sample("Tensor.new_ones", (tensor(5, 2, 3), (5, 2, 4))),
     Sample("Tensor.new_ones", (tensor(5, 3), 2)),
     Sample("Tensor.new_full", (tensor(5, 3), (2, 2), 1.5)),
     Sample("Tensor.new_full", (tensor(5, 3),), {"size": (5, 3), "fill_value": 1.5}),

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import hyper_parallel as hp
+from hyper_parallel.core.dtensor.comm_recorder import CommRecorder
 from hyper_parallel.core.shard.dispatching.strict_mode import strict
 from hyper_parallel.core.shard.rules.index_writing import _part_of_range
 from tests.shard.validator import Sample, assert_valid, tensor
@@ -177,6 +178,8 @@ ORDERED = [
     Sample("histc", (tensor(5, 3), 4), {"min": -2, "max": 2}, False),
     Sample("histc", (tensor(5, 3), 4), {}, False),
     Sample("bincount", (ints(0, 2, 2, 5),)),
+    Sample("bincount", (ints(4, 2, 0, 2, 1),), {"minlength": 7}),
+    Sample("Tensor.bincount", (ints(4, 2, 0), tensor(3)), gradients=False),
     Sample("unique", (ints(3, 1, 3, 2),)),
     Sample("nonzero", (tensor(5, 3) > 0,)),
     Sample("argwhere", (tensor(5, 3) > 0,)),
@@ -264,3 +267,16 @@ def test_wrong_use_says_what_to_write() -> None:
     pending = hp.DTensor.from_local(tensor(4, 4), mesh, [hp.Partial()])
     with pytest.raises(RuntimeError, match=r"setitem cannot write into .*partial value.*reduce_partial"):
         pending[0] = 1.0
+
+
+@run_on_ranks(2)
+def test_bincount_of_shards_is_a_partial_sum() -> None:
+    mesh = hp.init_device_mesh("cpu", (2,))
+    x = hp.distribute_tensor(torch.tensor([0, 1, 1, 5, 0]), mesh, [hp.Shard(0)])
+    with CommRecorder() as recorder:
+        counts = torch.bincount(x, minlength=4)
+    assert counts.placements == (hp.Partial(),) and recorder.counts == {"all_reduce": 1}
+    assert counts.full_tensor().tolist() == [2, 2, 0, 0, 0, 1]
+    bad = hp.distribute_tensor(torch.tensor([0, 1, -1]), mesh, [hp.Shard(0)])
+    with pytest.raises(RuntimeError, match="non-negative"):  # on every rank, not on that with the bad value alone
+        torch.bincount(bad)

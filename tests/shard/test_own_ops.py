@@ -136,3 +136,17 @@ def test_functions_of_blocks(shard: Any) -> None:
     moved = moving(x.redistribute(placements=[hp.Shard(1)]), w)
     assert_close(moved.full_tensor(), (a @ b).detach())
     assert_close(product(ours(a.detach()), ours(b.detach()), 2.0), a @ b * 2.0)
+
+
+@hp.register_op("bm,bn->mn", reduces={"b": "sum"})
+def _outer_of_rows(a: Any, b: Any) -> Any:
+    return a.reshape((a.shape[0], a.shape[1])).T @ b.reshape((b.shape[0], b.shape[1]))
+
+
+@run_on_ranks(2)
+@pytest.mark.parametrize(("a", "b"), [(hp.Shard(1), hp.Replicate()), (hp.Shard(0), hp.Shard(0))])
+def test_a_registered_function_reads_the_shapes_of_its_blocks(a: Any, b: Any) -> None:
+    first, second = _values(3, 5), _values(3, 4, seed=1)
+    mesh = _mesh()
+    found = _outer_of_rows(distribute_tensor(ours(first), mesh, [a]), distribute_tensor(ours(second), mesh, [b]))
+    assert_close(found.full_tensor(), first.T @ second)

@@ -99,6 +99,59 @@ def test_layer_norm_sends_statistics_only() -> None:
     assert max(record.num_bytes for record in recorder.records) <= 2 * 4 * 3 * 8
 
 
+@run_on_ranks(2)
+def test_a_partial_value_is_reduced_once() -> None:
+    """However many operators read it, whole or beside shards, with and without gradients."""
+    mesh, values, weights = _mesh(), tensor(4, 2, 3), tensor(4, 3, seed=1)
+
+    def read(x: Any, weight: Any) -> list[Any]:
+        return [x.exp(), linear(x, weight), x.tanh(), linear(x, weight * 2.0)]
+
+    for trains in (True, False):
+        x = distribute_tensor(leaf(values) if trains else values, mesh, [hp.Shard(0)])
+        weight = distribute_tensor(weights, mesh, [hp.Shard(0)])
+        with CommRecorder() as recorder:
+            partial = x.sum(0)
+            assert partial.layout.has_partial
+            results = read(partial, weight)
+        assert recorder.counts == {"all_reduce": 1}, recorder.table()
+        plain = values.clone().requires_grad_(trains)
+        expected = read(plain.sum(0), weights)
+        for result, wanted in zip(results, expected, strict=True):
+            assert_close(result.detach().full_tensor(), wanted.detach())
+        if trains:
+            losses = [result.sum() for result in results]
+            with CommRecorder() as recorder:
+                for loss in losses:
+                    loss.backward(retain_graph=True)
+            assert recorder.counts == {"all_reduce": 2}, recorder.table()  # of the two that read it beside shards
+            sum(wanted.sum() for wanted in expected).backward()
+            assert_close(x.grad.full_tensor(), plain.grad)
+
+
+@run_on_ranks(2)
+def test_a_partial_value_that_was_written_is_reduced_again() -> None:
+    mesh = _mesh()
+    partial = distribute_tensor(tensor(4, 3), mesh, [hp.Shard(0)]).sum(0)
+    assert_close(partial.exp().full_tensor(), tensor(4, 3).sum(0).exp())
+    partial.mul_(2.0)
+    assert_close(partial.exp().full_tensor(), (tensor(4, 3).sum(0) * 2).exp())
+
+
+@run_on_ranks(2)
+def test_a_view_moves_the_shard_of_an_inner_dim_to_the_leading_one() -> None:
+    """Logits of (samples, sequence, vocabulary) as rows: one all-to-all each way, nothing is gathered."""
+    mesh, values = _mesh(), tensor(4, 6, 5)
+    x = distribute_tensor(leaf(values), mesh, [hp.Shard(1)])
+    with CommRecorder() as recorder:
+        rows = x.reshape(-1, 5)
+        assert rows.layout.shard_axes == ((0,), ())
+        rows.backward(distribute_tensor(tensor(24, 5, seed=1), mesh, [hp.Shard(0)]))
+    assert set(recorder.counts) <= {"all_to_all_single", "all_to_all"} and len(recorder.records) == 2, recorder.table()
+    assert_close(rows.detach().full_tensor(), values.reshape(-1, 5))
+    assert_close(x.grad.full_tensor(), tensor(24, 5, seed=1).reshape(4, 6, 5))
+
+
 REDUCTIONS = {
     "sum": (lambda x: x.sum(0), {}),
     "mean": (lambda x: x.mean(), {}),

@@ -24,6 +24,8 @@ VIEW = [
     Sample("Tensor.view", (tensor(), 1, 1)),
     Sample("Tensor.view", (tensor(4, 6), torch.int32), gradients=False),
     Sample("Tensor.view", (tensor(4, 6), torch.int64), gradients=False),
+    Sample("Tensor.view", (tensor(4, 3, 2), -1, 2)),
+    Sample("Tensor.view", (tensor(2, 4, 2, 3), 8, 6)),
     Sample("Tensor.view_as", (tensor(4, 6), tensor(8, 3, dtype=torch.int64))),
     Sample("Tensor.reshape", (tensor(4, 3), 3, 4)),
     Sample("reshape", (tensor(2, 2, 3), (4, -1))),

@@ -127,6 +127,30 @@ OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "first_k_dense_replace": 1,
         },
     ),
+    "qwen3_moe": (
+        "Qwen3MoeForCausalLM",
+        "Qwen3MoeConfig",
+        {
+            **_DECODER,
+            "head_dim": 8,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 10,
+            "output_router_logits": True,
+        },
+    ),
+    "qwen3_moe_without_balance": (
+        "Qwen3MoeForCausalLM",
+        "Qwen3MoeConfig",
+        {
+            **_DECODER,
+            "head_dim": 8,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 10,
+        },
+    ),
+    "olmoe": ("OlmoeForCausalLM", "OlmoeConfig", {**_DECODER, "num_experts": 5, "num_experts_per_tok": 2}),
     "gpt_oss": (
         "GptOssForCausalLM",
         "GptOssConfig",
@@ -216,12 +240,13 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-def build(name: str, dtype: torch.dtype = torch.float64) -> torch.nn.Module:
+def build(name: str, dtype: torch.dtype = torch.float64, num_blocks: int = 2) -> torch.nn.Module:
     """The model, the same weights on every call."""
     import transformers
 
     transformers.logging.set_verbosity_error()
     model_class, config_class, sizes = {**CASES, **OTHERS, **MORE}[name]
+    sizes = {**sizes, **{key: num_blocks for key in ("n_layer", "num_hidden_layers") if key in sizes}}
     config = getattr(transformers, config_class)(**sizes)
     if "num_experts_per_tok" in sizes:
         config._experts_implementation = "eager"  # the grouped kernel has no float64

@@ -80,7 +80,7 @@ def test_a_block_on_one_axis(sequence, placements):
                 hp.parallelize_module(cut, mesh["tp"], _block_plan(sequence))
                 assert cut.mlp.up.weight.device_mesh == mesh["tp"]
             placed = hp.distribute_tensor(x.detach(), mesh, [at[name] for name in names])
-            with hp.CommRecorder() as recorder:
+            with hp.CommRecorder() as recorder, hp.attention_scheme("gather"):
                 out = cut(placed)
             if not sequence:
                 assert {record.op for record in recorder.records} <= {"all_reduce", "all_gather_into_tensor"}
@@ -256,7 +256,7 @@ def test_a_rank_of_a_silent_world_without_memory(rank):
                 module._parameters[name] = nn.Parameter(value)
         local = torch.empty(2, 4, 8, device="meta")
         x = hp.DTensor.from_local(local, mesh, [hp.Shard(1), hp.Replicate()], shape=(2, 13, 8))
-        with hp.CommRecorder() as recorder:
+        with hp.CommRecorder() as recorder, hp.attention_scheme("gather"):
             out = block(x)
             assert out.placements == (hp.Shard(1), hp.Shard(1)) and out.to_local().shape == (2, 2, 8)
             out.sin().sum().backward()

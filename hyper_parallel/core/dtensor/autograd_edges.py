@@ -14,6 +14,7 @@ from hyper_parallel.core.dtensor.mesh_transfer import launch_transfer, outside_s
 from hyper_parallel.core.dtensor.shard_sizes import finish_checks
 from hyper_parallel.core.dtensor.tensor_redistribution import Done, launch_redistribution, redistribute_local
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.checks.taps import inside_of_lines, one_operator
 
 _platform = get_platform()
 
@@ -30,6 +31,7 @@ _NON_LINEAR = frozenset({"max", "min", "prod"})
 # gradient leaves the edge through ``vary``, the identity whose own gradient is summed over the ranks.
 
 
+@one_operator
 def move(local: Any, source: Layout, target: Layout, shape: Shape) -> Any:
     """The block under ``target`` of a tensor with block ``local`` under ``source``, on one mesh or between two; no
     grad.
@@ -44,6 +46,7 @@ def move(local: Any, source: Layout, target: Layout, shape: Shape) -> Any:
 
 def launch_move(local: Any, source: Layout, target: Layout, shape: Shape) -> Any:
     """As :func:`move`, but the last step is only launched: a handle whose ``wait()`` gives the block."""
+    inside_of_lines("a redistribution is started and completed later (async_op=True)")
     finish_checks()
     if source.mesh == target.mesh:
         return launch_redistribution(local, source, target, shape)

@@ -61,6 +61,12 @@ def asked_by(reason: str, chosen: str = "") -> Iterator[None]:
         _asking.reasons.pop()
 
 
+def note_choice(chosen: str) -> None:
+    """Let what is recorded from here on, until the outermost reason ends, say what was chosen."""
+    if _num_recording and _asking.reasons:
+        _asking.reasons[0] = (_asking.reasons[0][0], chosen)
+
+
 def attributed(reason: str, function: Callable[..., Any], *args: Any, chosen: Callable[[], str] | None = None) -> Any:
     """Call ``function(*args)``; a :class:`CommRecorder` files its collectives under ``reason``."""
     if not _num_recording:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layout import DimAxes, Layout, Partials, Shape
 
 # Note [What a step may do]
@@ -58,6 +59,11 @@ def set_axis_cost(device_type: str, axis_name: str, cost: AxisCost) -> None:
     planning.
     """
     _axis_costs[device_type, axis_name] = cost
+
+
+def axis_cost(mesh: DeviceMesh, axis: int) -> AxisCost:
+    """What the planner knows of an axis."""
+    return _axis_costs.get((mesh.device_type, mesh.axis_label(axis)), AxisCost())
 
 
 @dataclass(frozen=True)
@@ -170,9 +176,7 @@ class _Graph:
         self.goal_partials = target.partials
         self.goal_dim = {axis: dim for dim, axes in enumerate(target.shard_axes) for axis in axes}
         mesh = target.mesh
-        self.axis_costs = [
-            _axis_costs.get((mesh.device_type, mesh.axis_label(axis)), AxisCost()) for axis in range(mesh.ndim)
-        ]
+        self.axis_costs = [axis_cost(mesh, axis) for axis in range(mesh.ndim)]
         self._numels: dict[DimAxes, int] = {}
 
     # ------------------------------------------------------------ edges

@@ -17,6 +17,7 @@ from hyper_parallel.core.dtensor.comm_recorder import attributed
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.checks.taps import no_line, one_line
 from hyper_parallel.platform.shared.membership import list_belongs_to_rank
 
 _MAX_DIMS = 16
@@ -26,6 +27,7 @@ _checks: list[tuple[Any, Any, Layout]] = []  # (sizes, handle, layout) in flight
 list_belongs_to_rank(_checks)
 
 
+@one_line
 def check_later(local_tensor: Any, layout: Layout) -> None:
     """Start comparing the blocks' sizes, which must be equal whether they are parts or copies."""
     if _is_checked(layout.mesh):
@@ -56,6 +58,7 @@ def _send_sizes(local_tensor: Any, mesh: DeviceMesh) -> tuple[Any, Any]:
     return attributed("from_local compares sizes", platform.all_gather_into_tensor, mine, group, True)
 
 
+@no_line
 def finish_checks() -> None:
     """Raise if blocks that were taken to be equal are not; called before communication."""
     while _checks:

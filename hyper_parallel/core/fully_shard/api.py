@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, init_device_mesh
-from hyper_parallel.core.dtensor.mesh_context import get_current_mesh
+from hyper_parallel.core.dtensor.meshes.mesh_context import get_current_mesh
 from hyper_parallel.core.dtensor.placement_types import Shard
 from hyper_parallel.core.fully_shard.automatic_units import find_units
 from hyper_parallel.core.fully_shard.data_axes import DataAxes
@@ -133,8 +133,10 @@ class _Options:
     def _chosen(self, name: str, parameter: Any) -> tuple[DataAxes, int]:
         chosen = self._shard_placement_fn(parameter) if self._shard_placement_fn is not None else None
         axes = self.axes
-        if isinstance(chosen, tuple) and len(chosen) == 2 and isinstance(chosen[1], DeviceMesh):
-            axes = DataAxes(chosen[1], None, f"shard_placement_fn of {name!r}")
+        if isinstance(chosen, tuple) and len(chosen) == 2 and isinstance(chosen[1], (DeviceMesh, DataAxes)):
+            given = chosen[1]
+            where = f"shard_placement_fn of {name!r}"
+            axes = given if isinstance(given, DataAxes) else DataAxes(given, None, where)
             chosen = chosen[0]
         if chosen is None:
             return axes, 0

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hyper_parallel.core.fully_shard.unit import Unit
+from hyper_parallel.core.modules.left_early import LeftEarly
 from hyper_parallel.platform import get_platform
 
 _platform = get_platform()
@@ -47,6 +48,21 @@ def make_sharded(module: Any, unit: Unit) -> None:
     object.__setattr__(module, _STATE, unit)
 
 
+def reduce_gradients_of(units: Sequence[Unit]) -> None:
+    """Reduce the gradients that these units have kept; every rank must call it, with the same units."""
+    before = [(unit.gradients.reduces, unit.gradients.all_reduces) for unit in units]
+    for unit in units:
+        unit.gradients.reduces = unit.gradients.all_reduces = True
+    try:
+        for unit in units:
+            unit.gradients.take_kept()
+        for unit in units:
+            unit.root.in_flight.drain()
+    finally:
+        for unit, (reduces, all_reduces) in zip(units, before, strict=True):
+            unit.gradients.reduces, unit.gradients.all_reduces = reduces, all_reduces
+
+
 class UnshardHandle:
     """Parameters on their way to this rank; ``wait()`` until they are there."""
 
@@ -72,14 +88,22 @@ class HSDPModule:
             unit.depth += 1
             if unit.casts_inputs:
                 args, kwargs = unit.cast_inputs(args, kwargs)
-            outputs = super().__call__(*args, **kwargs)  # type: ignore[misc]
-            if unit.mp_policy.output_dtype is not None:
+            early: LeftEarly | None = None
+            try:
+                outputs = super().__call__(*args, **kwargs)  # type: ignore[misc]
+            except LeftEarly as left:
+                outputs, early = left.outputs, left
+            if unit.mp_policy.output_dtype is not None and early is None:
                 outputs = unit.cast_outputs(outputs)
             unit.depth -= 1
             if unit.depth == 0:
                 unit.unshadow()
                 root.leave(unit, self, outputs)
+            if early is not None:
+                raise early
             return outputs
+        except LeftEarly:
+            raise
         except BaseException:
             root.leave_by_error(unit)
             raise
@@ -137,18 +161,7 @@ class HSDPModule:
 
     def reduce_gradients(self) -> None:
         """Gradients are complete: reduce those that were kept, in all units inside; every rank must call it."""
-        units = list(self._units(True))
-        before = [(unit.gradients.reduces, unit.gradients.all_reduces) for unit in units]
-        for unit in units:
-            unit.gradients.reduces = unit.gradients.all_reduces = True
-        try:
-            for unit in units:
-                unit.gradients.take_kept()
-            for unit in units:
-                unit.root.in_flight.drain()
-        finally:
-            for unit, (reduces, all_reduces) in zip(units, before, strict=True):
-                unit.gradients.reduces, unit.gradients.all_reduces = reduces, all_reduces
+        reduce_gradients_of(list(self._units(True)))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of all parameters inside, those in ``main_grad`` too."""

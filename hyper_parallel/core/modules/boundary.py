@@ -36,7 +36,7 @@ _platform = get_platform()
 
 Spelling = tuple[Any, ...]  # one placement per mesh axis, or one alias per tensor dim
 
-_MEMORY = "_hyper_parallel_wrapped"
+MEMORY = "_hyper_parallel_wrapped"
 _MAX_TAKEN = 4096
 
 
@@ -102,7 +102,7 @@ class InputBoundary:
     def _wrap(self, plain: Any) -> DTensor:
         assert self.given is not None
         layout = widened(self._layout(self.given, plain.ndim), self.plain_mesh)
-        memory = getattr(plain, _MEMORY, None)
+        memory = getattr(plain, MEMORY, None)
         if memory is not None:
             remembered, version = memory.get(layout, (None, None))
             if remembered is not None and version == _written(plain):
@@ -119,10 +119,7 @@ class InputBoundary:
         self._check_block(plain, layout, shape)
         lawful = layout.gradient()
         wrapped = _platform.as_dtensor(DTensor, FromLocal.apply(plain, lawful, lawful, shape), layout, shape)
-        if memory is None:
-            memory = {}
-            setattr(plain, _MEMORY, memory)
-        memory[layout] = (wrapped, _written(plain))
+        remember_wrapped(plain, layout, wrapped)
         return wrapped
 
     def _from_local(self, plain: Any, layout: Layout, shape: tuple[int, ...]) -> DTensor:
@@ -187,9 +184,27 @@ def _written(plain: Any) -> tuple[int, int]:
     return (0, 0) if version is None else (version, plain.data_ptr())
 
 
+def remembered_by(plain: Any) -> dict[Layout, DTensor]:
+    """What a plain tensor was or what was made of it, by layout, as long as nobody wrote to it."""
+    memory = getattr(plain, MEMORY, None)
+    if memory is None:
+        return {}
+    written = _written(plain)
+    return {layout: wrapped for layout, (wrapped, version) in memory.items() if version == written}
+
+
+def remember_wrapped(plain: Any, layout: Layout, wrapped: DTensor) -> None:
+    """Let a plain tensor remember that ``wrapped`` is what it is under ``layout``."""
+    memory = getattr(plain, MEMORY, None)
+    if memory is None:
+        memory = {}
+        setattr(plain, MEMORY, memory)
+    memory[layout] = (wrapped, _written(plain))
+
+
 def to_plain_local(value: DTensor) -> Any:
     """This rank's block as a plain tensor that remembers what it was."""
     plain = value.to_local()
     if _platform.needs_grad(plain) and not value.is_leaf:
-        setattr(plain, _MEMORY, {value._layout: (value, _written(plain))})
+        remember_wrapped(plain, value._layout, value)
     return plain

@@ -21,6 +21,7 @@ from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard
 from hyper_parallel.core.dtensor.random import random_state
 from hyper_parallel.core.dtensor.random.random_fill import fill_random_, random_block
+from hyper_parallel.core.modules.linear_layers import HoldsProduct, linear_function
 from hyper_parallel.platform import get_platform
 
 DOWN, UP = "lora_A", "lora_B"
@@ -28,7 +29,7 @@ _ADAPTER = "hyper_parallel_adapter"
 _LISTED = 8
 
 
-class Adapter:
+class Adapter(HoldsProduct):
     """What a layer with an adapter computes."""
 
     def __init__(self, linear: Any, rank: int, alpha: float, dropout: float) -> None:
@@ -89,7 +90,7 @@ def add_lora(
     for parameter in platform.parameters_dict(model).values():
         parameter.requires_grad = False
     for path in paths:
-        _adapt(modules[path], Adapter(platform.linear_function(modules[path]), rank, alpha, dropout))
+        _adapt(modules[path], Adapter(linear_function(modules[path]), rank, alpha, dropout))
     return paths
 
 
@@ -100,13 +101,14 @@ def _matching(modules: dict[str, Any], targets: tuple[str, ...], model: str) -> 
         if not any(fnmatchcase(path, pattern) for path in linears):
             known = ", ".join(sorted({path.rpartition(".")[2] for path in linears})[:_LISTED]) or "none"
             raise ValueError(
-                f"add_lora: no linear layer of {model} is called {pattern!r}; their last names are {known}"
+                f"add_lora: no linear layer of {model} is called {pattern!r}; their last names are {known}, and "
+                "targets are patterns of whole paths: '*.name'"
             )
     paths = [path for path in linears if any(fnmatchcase(path, pattern) for pattern in targets)]
     for path in paths:
         # nn.MultiheadAttention takes the weight of its out_proj and never calls the layer.
         is_called = not hasattr(modules[path.rpartition(".")[0]], "in_proj_weight")
-        if platform.linear_function(modules[path]) is None or not is_called:
+        if linear_function(modules[path]) is None or not is_called:
             raise ValueError(
                 f"add_lora: {path!r}, a {type(modules[path]).__name__}, computes more than a linear layer or is not "
                 "called as one, so an adapter would not be seen; leave it out of targets"

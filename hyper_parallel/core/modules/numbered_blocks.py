@@ -7,6 +7,7 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.random.sample_address import current
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.checks.taps import one_line
 
 _NUMBER = "hyper_parallel_block"
 
@@ -28,9 +29,23 @@ def number_blocks(blocks: Iterable[Any], *, first: int = 0) -> None:
 
 def _enter(block: Any, args: Any) -> None:
     if current.address is not None:
-        current.address.enter(getattr(block, _NUMBER))
+        enter_block(getattr(block, _NUMBER))
 
 
 def _leave(block: Any, args: Any, outputs: Any) -> None:
+    if current.address is not None:
+        leave_block()
+
+
+@one_line
+def enter_block(number: int) -> None:
+    """The draws that follow have the address of the block."""
+    if current.address is not None:
+        current.address.enter(number)
+
+
+@one_line
+def leave_block() -> None:
+    """The draws that follow have the address behind the block that was entered last."""
     if current.address is not None:
         current.address.leave()

@@ -26,6 +26,7 @@ from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.mesh_axes import axes_within, on_axes, replicated_elsewhere, widened
 from hyper_parallel.core.dtensor.placement_types import Partial, Replicate, Shard
 from hyper_parallel.core.modules.boundary import InputBoundary, OutputBoundary
+from hyper_parallel.core.modules.linear_layers import bare, linear_function
 from hyper_parallel.core.modules.lora import adapter_of
 from hyper_parallel.core.modules.module_parameters import distribute_parameter, split_parameter
 from hyper_parallel.core.modules.placements import Placements, check_placements, per_axis
@@ -385,11 +386,11 @@ def _linear_function(module: Any, where: str) -> Any:
             f"{where}: the layer has an adapter, which is for the whole weight; use ColwiseParallel or "
             "RowwiseParallel, or leave the layer out of add_lora's targets"
         )
-    linear = _platform.linear_function(module)
+    linear = linear_function(module)
     if linear is None:
         raise TypeError(
             f"{where}: the layer computes in a way of its own (an activation, or a forward of its class), so its rows "
             "cannot be told apart; use ColwiseParallel() or RowwiseParallel(), which leave its computation as it is, "
             "or make it a plain linear layer with what it adds behind it"
         )
-    return linear
+    return bare(linear)

@@ -13,20 +13,18 @@ to the others. So a whole bias is added to the sum, where every rank has it anyw
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
 from hyper_parallel.core.modules.boundary import InputBoundary, OutputBoundary
+from hyper_parallel.core.modules.linear_layers import HoldsProduct, Linear
 from hyper_parallel.core.modules.lora import Adapter
 from hyper_parallel.platform import get_platform
 
 _platform = get_platform()
 
-Linear = Callable[[Any, Any, Any], Any]  # (x, weight, bias or None) -> the layer's output
 
-
-class Projection:
+class Projection(HoldsProduct):
     """The forward function of a linear layer whose parameters are cut."""
 
     def __init__(

@@ -12,6 +12,7 @@ from typing import Any
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard
 from hyper_parallel.core.modules.boundary import InputBoundary, OutputBoundary
+from hyper_parallel.core.modules.linear_layers import linear_function
 from hyper_parallel.core.modules.lora import adapter_of
 from hyper_parallel.core.modules.module_parameters import distribute_parameter, replicate_parameters
 from hyper_parallel.core.modules.placements import Placements, check_placements, per_axis
@@ -78,7 +79,7 @@ class _ShardedWeight(ParallelStyle):
         on_output = OutputBoundary(
             device_mesh, per_axis(self.output_layouts, device_mesh), self.use_local_output, where
         )
-        linear = _platform.linear_function(module) if adapter is None else adapter.linear
+        linear = linear_function(module) if adapter is None else adapter.linear
         if linear is None:
             hook_values(module, on_input, on_output)
         else:

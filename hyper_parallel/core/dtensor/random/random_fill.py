@@ -13,6 +13,7 @@ from hyper_parallel.core.dtensor.random.draw import Draw
 from hyper_parallel.core.dtensor.random.random_stream import GlobalRegion
 from hyper_parallel.core.dtensor.random.sample_address import derived_seed
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.checks.taps import one_line
 from hyper_parallel.platform.shared.membership import belongs_to_rank
 
 belongs_to_rank(random_state.get_rng_state, random_state.set_rng_state)
@@ -54,6 +55,14 @@ def random_block(
     return block
 
 
+@one_line
+def next_block(
+    kind: str, parameters: dict[str, Any], layout: Layout, shape: tuple[int, ...], dtype: Any, device: Any
+) -> Any:
+    """:func:`random_block` of the next draw."""
+    return random_block(kind, parameters, random_state.next_draw(), layout, shape, dtype, device)
+
+
 def random_values_of(
     kind: str, parameters: dict[str, Any], draw: Draw, region: GlobalRegion, dtype: Any, device: Any
 ) -> Any:
@@ -90,8 +99,10 @@ def fill_random_(tensor: Any, kind: str, **parameters: Any) -> Any:
     """Overwrite a DTensor with random values, in place; the tensor."""
     platform = get_platform()
     fills = getattr(tensor, NUMBERED, None)
-    draw = random_state.next_draw() if fills is None else fills.next_draw()
-    shape = tuple(tensor.shape)
-    block = random_block(kind, parameters, draw, tensor.layout, shape, tensor.dtype, tensor.device)
+    where = (tensor.layout, tuple(tensor.shape), tensor.dtype, tensor.device)
+    if fills is None:
+        block = next_block(kind, parameters, *where)
+    else:
+        block = random_block(kind, parameters, fills.next_draw(), *where)
     platform.fill_block(tensor, block)
     return tensor

@@ -12,6 +12,7 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.random.draw import Draw
 from hyper_parallel.core.dtensor.random.sample_address import Address, current, get_address, set_address
+from hyper_parallel.platform.checks.taps import inside_of_lines
 
 DEFAULT_SEED = 0x5EED
 """The seed until `manual_seed` is called: a constant, since a seed from the clock would differ between the ranks."""
@@ -120,12 +121,14 @@ def initial_seed() -> int:
 
 def next_draw() -> Draw:
     """Take the next draw of this process; inside `draws_by_sample` that of this address."""
+    inside_of_lines("random numbers are drawn")
     address = current.address
     return default_state.next_draw() if address is None else address.next_draw(default_state.initial_seed())
 
 
 def draw_aside() -> Draw:
     """A draw for what the framework's own generator must draw: inside `draws_by_sample` it moves no address."""
+    inside_of_lines("the framework's generator is set for a part of the model, which holds for a whole model's call")
     address = current.address
     return default_state.next_draw() if address is None else address.draw_aside(default_state.initial_seed())
 

@@ -23,6 +23,7 @@ from typing import Any
 from hyper_parallel.core.dtensor.random.draw import Draw
 from hyper_parallel.core.dtensor.random.philox import philox4x32
 from hyper_parallel.core.dtensor.random.sample_rows import SampleRows
+from hyper_parallel.platform.checks.taps import inside_of_lines
 
 _MASK32 = 0xFFFFFFFF
 _BEFORE = (-1, 0, False)  # no block has been entered yet
@@ -112,6 +113,7 @@ def set_address(address: Address | None) -> None:
 @contextmanager
 def at_address(address: Address | None) -> Iterator[None]:
     """Inside, this thread draws from ``address``."""
+    inside_of_lines("addresses of random numbers are set (draws_by_sample)")
     before, current.address = current.address, address
     try:
         yield
@@ -126,6 +128,7 @@ def without_samples() -> Iterator[None]:
     if address is None:
         yield
         return
+    inside_of_lines("random numbers are drawn alike for all samples (without_samples)")
     rows, address.rows = address.rows, None
     try:
         yield

@@ -31,15 +31,22 @@ def register_op(rule: str | Rule, **properties: Any) -> Callable[[Callable[..., 
     found: Rule = parse_equation(rule, **properties) if isinstance(rule, str) else rule
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        set_function_rule(function, found)
         if _platform.is_intercepted(function):
+            set_function_rule(function, found)
             return function
+
+        @functools.wraps(function)
+        def on_blocks(*args: Any, **kwargs: Any) -> Any:
+            blocks, named = _platform.blocks_of(args, kwargs)  # whose shapes are those of the blocks
+            return function(*blocks, **named)
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             if _has_dtensor(args, kwargs):
-                return dispatch(function, args, kwargs)
+                return dispatch(on_blocks, args, kwargs)
             return function(*args, **kwargs)
+
+        set_function_rule(on_blocks, found)
 
         return call
 

@@ -47,6 +47,7 @@ from hyper_parallel.core.shard.dispatching.mixing import (
     plain_as_replicated,
     replicating,
 )
+from hyper_parallel.core.shard.dispatching.order_guard import on_forgetting
 from hyper_parallel.core.shard.dispatching.plan_call import PlannedCall, plan_call
 from hyper_parallel.core.shard.dispatching.random_ops import RANDOM_BODIES, RANDOM_OPS
 from hyper_parallel.core.shard.dispatching.special_ops import SPECIAL_OPS
@@ -358,6 +359,7 @@ _running = _Running()
 
 
 rules.load()
+on_forgetting(forget_plans)
 _platform.set_function_handler(autograd_helpers.run_function)
 _platform.set_dispatcher(intercept)
 _platform.on_leaving(forget_plans)

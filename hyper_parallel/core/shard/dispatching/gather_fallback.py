@@ -10,6 +10,7 @@ from hyper_parallel.core.dtensor.distributed_tensor import DTensor
 from hyper_parallel.core.dtensor.random import random_state
 from hyper_parallel.core.shard.dispatching.copied_views import is_view_call, link
 from hyper_parallel.core.shard.dispatching.mixing import refuse_plain, same_mesh
+from hyper_parallel.core.shard.dispatching.order_guard import check_gathered
 from hyper_parallel.core.shard.dispatching.random_ops import DRAWS_ON_THE_WHOLE
 from hyper_parallel.core.shard.dispatching.strict_mode import check_gathering
 from hyper_parallel.platform import get_platform
@@ -45,6 +46,7 @@ def run_gathered(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     _platform.tree_map(
         lambda value: layouts.append(value.layout) if isinstance(value, DTensor) else None, (args, kwargs)
     )
+    check_gathered(name, layouts)
     check_gathering(name, layouts, "it has no rule")
     with _platform.counting_versions():
         plain_args = _platform.tree_map(full_of, args)

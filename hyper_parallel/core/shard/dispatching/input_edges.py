@@ -14,6 +14,11 @@ Note [Remembering the edge]
 q, k and v computed from one input must cost one backward all-reduce, not three. So a computed tensor keeps its edges,
 by the axes they vary along, for as long as it lives and is not written to. A leaf does not: its edge would keep the
 leaf alive, a circle that nobody collects.
+
+Note [Remembering the reduction]
+Likewise a partial value that several operators read is reduced once: it remembers the reduced one, and with it the
+edges of that. A gathered value is not remembered, since a shard that kept its whole would save no memory; one that is
+reduced has the size of the partial value.
 """
 
 from __future__ import annotations
@@ -48,9 +53,29 @@ class _SumGradients(_platform.Function):  # type: ignore[name-defined]
         return leaving_edge(reduced, *ctx.layouts), None, None, None, None, None
 
 
+def _reduced(tensor: DTensor, target: Layout) -> DTensor:
+    """A partial value under ``target``; see Note [Remembering the reduction]."""
+    needs_grad = _platform.needs_grad(tensor)
+    if (needs_grad and tensor.is_leaf) or not _platform.counts_writes(tensor):
+        return tensor.redistribute(target.mesh, target)
+    key = (target, needs_grad)
+    remembered = tensor.__dict__.get("_edges")
+    if remembered is not None:
+        reduced, versions = remembered.get(key, (None, None))
+        if reduced is not None and versions == (tensor._version, reduced._version):
+            return reduced
+    else:
+        remembered = tensor._edges = {}
+    reduced = tensor.redistribute(target.mesh, target)
+    remembered[key] = (reduced, (tensor._version, reduced._version))
+    return reduced
+
+
 def bring_input(tensor: DTensor, target: Layout, axes: tuple[int, ...]) -> Any:
     """The block of ``tensor`` under ``target`` for an operator that varies along ``axes``, on which it is whole."""
     source = tensor._layout
+    if source.has_partial and source is not target:
+        tensor, source = _reduced(tensor, target), target
     if not axes or not _platform.needs_grad(tensor):
         if source is target:
             return tensor
@@ -62,9 +87,6 @@ def bring_input(tensor: DTensor, target: Layout, axes: tuple[int, ...]) -> Any:
         entered, version = remembered.get(key, (None, None))
         if entered is not None and version == tensor._version:
             return entered
-    if source.has_partial and source is not target and any(op not in (None, "sum") for op in source.partials):
-        tensor = tensor.redistribute(source.mesh, target)
-        source = target
     partial = {*axes, *target.reduced_later}
     arriving = target.with_partials(["sum" if axis in partial else None for axis in range(target.mesh.ndim)])
     values = None

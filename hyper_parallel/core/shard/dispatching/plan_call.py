@@ -18,6 +18,7 @@ from hyper_parallel.core.shard.dispatching.copied_views import (
 )
 from hyper_parallel.core.shard.dispatching.input_edges import bring_input
 from hyper_parallel.core.shard.dispatching.mixing import PartialWriteError, refuse_plain, same_mesh
+from hyper_parallel.core.shard.dispatching.order_guard import check_planned
 from hyper_parallel.core.shard.dispatching.reduce_later import keep_for_later
 from hyper_parallel.core.shard.dispatching.strategy import Choice, choose
 from hyper_parallel.core.shard.dispatching.strict_mode import check_implicit
@@ -47,6 +48,7 @@ def plan_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     signature = rule(call)
     if signature is None:
         return None
+    check_planned(call, signature)
     choice = choose_for(call, signature)
     if choice is None:
         if not call.tensors[0].layout.has_partial:

@@ -8,7 +8,7 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
 from hyper_parallel.core.dtensor.random import random_state
-from hyper_parallel.core.dtensor.random.random_fill import fill_random_, random_block
+from hyper_parallel.core.dtensor.random.random_fill import fill_random_, next_block
 from hyper_parallel.core.shard.dispatching.mixing import PartialWriteError, finish_sum_in_place
 from hyper_parallel.platform import get_platform
 
@@ -73,8 +73,7 @@ def dropout_(tensor: DTensor, p: float = 0.5, training: bool = True) -> DTensor:
 def _keep_mask(tensor: DTensor, keep: float) -> DTensor:
     platform = get_platform()
     shape = tuple(tensor.shape)
-    draw = random_state.next_draw()
-    block = random_block("bernoulli", {"p": keep}, draw, tensor.layout, shape, tensor.dtype, tensor.device)
+    block = next_block("bernoulli", {"p": keep}, tensor.layout, shape, tensor.dtype, tensor.device)
     return platform.as_dtensor(DTensor, block, tensor.layout, shape)
 
 

@@ -47,7 +47,7 @@ def choose(call: OpCall, signature: Signature, kept: int | None = None) -> Choic
 
 
 def _assignments(call: OpCall, signature: Signature) -> Iterator[dict[str, tuple[int, ...]]]:
-    """All ways to cut letters by the axes that cut them now, no axis twice."""
+    """All ways to cut letters by the axes that cut them now, or that the signature offers; no axis twice."""
     candidates: dict[str, list[tuple[int, ...]]] = {}
     blocked = _blocked_letters(signature)
     mesh_shape = call.tensors[0].layout.mesh.shape
@@ -62,6 +62,9 @@ def _assignments(call: OpCall, signature: Signature) -> Iterator[dict[str, tuple
                 uneven = (letter in signature.even and size % parts) or signature.divisors.get(letter, 0) % parts
                 if option not in options and not uneven:
                     options.append(option)
+    for letter, offered in signature.offers.items():
+        options = candidates.setdefault(letter, [()])
+        options += [axes for axes in offered if axes not in options]
     names = list(candidates)
     for picked in itertools.product(*candidates.values()):
         used = [axis for axes in picked for axis in axes]

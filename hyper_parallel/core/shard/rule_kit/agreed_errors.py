@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.shard.rule_kit.empty_blocks import block_tensors
 from hyper_parallel.core.shard.rule_kit.signature import LocalCall, Signature
 from hyper_parallel.platform import get_platform
@@ -58,16 +59,25 @@ def _shard_axes(call: LocalCall) -> tuple[int, ...]:
 
 
 def _agree(call: LocalCall, error: RuntimeError | None) -> None:
-    axes = _shard_axes(call)
+    agreed_maximum(call.mesh, _shard_axes(call), 0, error)
+
+
+def agreed_maximum(mesh: DeviceMesh, axes: tuple[int, ...], number: int, error: RuntimeError | None) -> int:
+    """The largest ``number`` of the ranks along ``axes``, all of which raise if one has an error.
+
+    forward: one all-reduce of two numbers.
+    """
     if axes:
-        group = call.mesh.get_group(axes)
-        failed = _platform.index_tensor([[int(error is not None)]], call.mesh.device_type)
-        _platform.all_reduce(failed, group, op="max")
-        if not failed.item():
-            return
+        group = mesh.get_group(axes)
+        found = _platform.index_tensor([[int(error is not None), number]], mesh.device_type)
+        _platform.all_reduce(found, group, op="max")
+        failed, largest = found.tolist()[0]
+        if not failed:
+            return int(largest)
         errors: list[Any] = [None] * len(_platform.get_process_group_ranks(group))
         _platform.all_gather_object(errors, None if error is None else (type(error), str(error)), group)
         kind, message = next(one for one in errors if one is not None)
         raise kind(message) from error
     if error is not None:
         raise error
+    return number

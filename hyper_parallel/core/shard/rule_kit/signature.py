@@ -101,6 +101,8 @@ class Signature:
     operators on one tensor that comes first, gives the function (None: the same), the other arguments and the keywords
     for the blocks; it is asked once per plan, with specs in place of tensors, so a call costs no more than a plain one.
     ``needs_local(call)``, asked likewise, says whether ``local`` is needed on this rank; without it, it always is.
+    ``offers`` are further axes that may cut a letter, though they cut other dims, or none, of the tensors that came:
+    where moving a shard to another dim is cheaper than gathering it.
     ``updates`` are inputs that the operator changes besides, such as running statistics: where they had to be brought
     into another layout for the call, what was written is brought back.
     """
@@ -117,6 +119,7 @@ class Signature:
     rewrite: Callable[[LocalCall], tuple[Any, tuple[Any, ...], dict[str, Any]]] | None = None
     needs_local: Callable[[LocalCall], bool] | None = None
     updates: tuple[int, ...] = ()
+    offers: Mapping[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
 
 
 def letters(count: int, start: int = 0) -> tuple[str, ...]:

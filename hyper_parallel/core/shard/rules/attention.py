@@ -1,9 +1,14 @@
-"""Scaled dot-product attention: batch dims and heads may be cut, and the queries; keys and values stay whole.
+"""Scaled dot-product attention: batch dims, heads and the sequence may be sharded.
 
 Note [Heads that share keys]
 With fewer key heads than query heads, query head h uses key head h // (query heads per key head). Where the number of
 parts divides the number of key heads, all three are cut together. Where it does not, the keys and values stay whole and
 every rank picks those of its own query heads.
+
+Note [One letter for queries and keys]
+Queries and keys that are sharded alike along the sequence have one letter for it: they stay where they are, and how
+they meet is a scheme of ``core/context_parallel``. Otherwise (cross-attention, a cache, keys that are whole) the keys
+are made whole before.
 
 Note [Causal attention over cut queries]
 ``is_causal`` means that query i sees the keys up to i, counted from the start of both. A rank whose queries start at an
@@ -17,18 +22,24 @@ computed in the open and masked with numbers that are addressed by global positi
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
+from hyper_parallel.core.context_parallel.blocks.alone import attend_alone
+from hyper_parallel.core.context_parallel.blocks.schemes import attend_sharded, refuse_other_schemes
+from hyper_parallel.core.context_parallel.blocks.scoring import Scoring
+from hyper_parallel.core.context_parallel.blocks.visibility import Visibility
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.random import random_state
-from hyper_parallel.core.dtensor.random.random_fill import random_block
-from hyper_parallel.core.shard.rule_kit.rule_table import rule
-from hyper_parallel.core.shard.rule_kit.signature import LocalCall, OpCall, Signature, TensorSpec, letters
+from hyper_parallel.core.dtensor.random.random_fill import next_block
+from hyper_parallel.core.shard.rule_kit.rule_table import rule, set_function_rule
+from hyper_parallel.core.shard.rule_kit.signature import Labels, LocalCall, OpCall, Signature, TensorSpec, letters
 from hyper_parallel.core.shard.rules.matmul import align
 from hyper_parallel.platform import get_platform
 
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _HEADS, _QUERIES, _FEATURES = "H", "L", "V"
+_CAUSAL, _EVERYTHING = Visibility(causal=True), Visibility()
 
 
 @rule("scaled_dot_product_attention")
@@ -51,7 +62,8 @@ def scaled_dot_product_attention(call: OpCall) -> Signature | None:
         together = key.shape[-3] % _num_parts(query, -3) == 0
         keys, values = ((*labels[:-1], _HEADS if together else None) for labels in (keys, values))
         divisors = {_HEADS: key.shape[-3]} if together else {}
-    inputs = [(*leading(query), _QUERIES, None), (*keys, None, None), (*values, None, _FEATURES)]
+    meets = _QUERIES if mask is None and _meet_where_they_are(query, key, value) else None
+    inputs = [(*leading(query), _QUERIES, None), (*keys, meets, None), (*values, meets, _FEATURES)]
     if isinstance(mask, TensorSpec):
         rows = align(mask.shape[:-1], (*batch, _QUERIES), output[:-1])
         inputs.append((*rows, None))
@@ -69,6 +81,20 @@ def _num_parts(spec: TensorSpec, dim: int) -> int:
     return math.prod(spec.layout.mesh.shape[axis] for axis in spec.layout.shard_axes[dim])
 
 
+def _meet_where_they_are(query: TensorSpec, key: TensorSpec, value: TensorSpec) -> bool:
+    """Whether the sequence of all three is sharded alike; see Note [One letter for queries and keys]."""
+    if not query.ndim == key.ndim == value.ndim == 4 or query.shape[0] != key.shape[0]:
+        return False
+    cuts = query.layout.shard_axes[-2]
+    alike = cuts == key.layout.shard_axes[-2] == value.layout.shard_axes[-2]
+    return bool(cuts) and alike and query.shape[-2] == key.shape[-2]
+
+
+def _meet_sharded(call: LocalCall) -> bool:
+    """Whether this rank has a part of the keys only."""
+    return len(call.input_shapes[1]) == 4 and bool(call.inputs[1].shard_axes[-2])
+
+
 def _arguments(call: LocalCall) -> dict[str, Any]:
     given = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False}
     given.update(zip(_NAMES, call.args, strict=False))
@@ -84,7 +110,9 @@ def _needs_care(call: LocalCall) -> bool:
     is_empty = 0 in call.local_output_shape() or any(
         0 in layout.local_shape(shape) for layout, shape in zip(call.inputs, call.input_shapes, strict=True)
     )
-    return may_drop or cuts_queries or is_empty or _picks_heads(call, bool(given["enable_gqa"]))
+    if may_drop or cuts_queries or is_empty or _meet_sharded(call):
+        return True
+    return _picks_heads(call, bool(given["enable_gqa"]))
 
 
 def _picks_heads(call: LocalCall, shares_heads: bool) -> bool:
@@ -103,6 +131,13 @@ def _attend(call: LocalCall) -> Any:
     if _picks_heads(call, shares_heads):
         key, value = _keys_of_own_heads(call, key), _keys_of_own_heads(call, value)
         shares_heads = False
+    if _meet_sharded(call):
+        visible = _CAUSAL if is_causal else _EVERYTHING
+        scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+        how = AttentionCall(visible, scale, None, float(given["dropout_p"]), None)
+        return _meet(call, how, query, key, value, None)
+    if mask is not None and call.axes.get(_QUERIES):
+        refuse_other_schemes("scaled_dot_product_attention", call.inputs)
     length, offset = query.shape[-2], 0
     if call.axes.get(_QUERIES):  # which keys are left out follows from it
         offset = call.inputs[0].deciding_region(call.input_shapes[0]).offsets[-2]
@@ -168,6 +203,82 @@ def _keep_mask(call: LocalCall, weights: Any, keep: float) -> Any:
     axes = [*call.outputs[0].shard_axes[:-1], ()]
     shape = (*call.output_shapes[0][:-1], call.input_shapes[1][-2])
     layout = Layout.of(call.mesh, axes)
-    draw = random_state.next_draw()
-    block = random_block("bernoulli", {"p": keep}, draw, layout, shape, weights.dtype, weights.device)
+    block = next_block("bernoulli", {"p": keep}, layout, shape, weights.dtype, weights.device)
     return block.narrow(-1, 0, weights.shape[-1])
+
+
+# ---------------------------------------------------------------- the operator of both frameworks
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionCall:
+    """What ``attention`` is given besides tensors. All are equal as keys: how a call is planned depends on none."""
+
+    visible: Visibility
+    scale: float
+    soft_cap: float | None
+    dropout: float
+    scheme: str | None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, AttentionCall)
+
+    def __hash__(self) -> int:
+        return 1
+
+
+def attention_outline(query: Any, key: Any, value: Any, sinks: Any = None, *, how: AttentionCall) -> Any:
+    """The shape of what ``attention`` gives; the values are computed by the rule's local function."""
+    del key, sinks, how
+    return get_platform().new_tensor((*query.shape[:3], value.shape[3]), query.dtype, query.device)
+
+
+def _attention(call: OpCall) -> Signature:
+    query, key, value = call.tensors[:3]
+    together = key.shape[1] % _num_parts(query, 1) == 0
+    key_heads = _HEADS if together else None
+    meets = _QUERIES if _meet_where_they_are(query, key, value) else None
+    inputs: list[Labels] = [
+        ("a", _HEADS, _QUERIES, None),
+        ("a", key_heads, meets, None),
+        ("a", key_heads, meets, _FEATURES),
+    ]
+    inputs += [(_HEADS,)] * (len(call.tensors) - 3)
+    return Signature(
+        tuple(inputs),
+        (("a", _HEADS, _QUERIES, _FEATURES),),
+        divisors={_HEADS: key.shape[1]} if together else {},
+        linear=(frozenset({2}),),
+        local=_attend_as_called,
+    )
+
+
+attention_outline.__name__ = "attention"  # as errors and records call it
+set_function_rule(attention_outline, _attention)
+
+
+def _attend_as_called(call: LocalCall) -> Any:
+    query, key, value, *sinks = call.args
+    if _picks_heads(call, call.input_shapes[0][1] != call.input_shapes[1][1]):
+        key, value = _keys_of_own_heads(call, key), _keys_of_own_heads(call, value)
+    return _meet(call, call.kwargs["how"], query, key, value, sinks[0] if sinks else None)
+
+
+def _meet(call: LocalCall, how: AttentionCall, query: Any, key: Any, value: Any, sinks: Any) -> Any:
+    """This rank's part of the output."""
+    offsets, sizes = call.inputs[0].deciding_region(call.input_shapes[0])
+    scoring = Scoring(
+        how.visible.of_rows(offsets[0], sizes[0]),
+        how.scale,
+        (*call.input_shapes[0][:3], call.input_shapes[1][2]),
+        first_row=offsets[0],
+        first_head=offsets[1],
+        soft_cap=how.soft_cap,
+        dropout=how.dropout,
+        draw=random_state.next_draw() if how.dropout else None,
+    )
+    if _meet_sharded(call):
+        return attend_sharded(query, key, value, sinks, scoring, call.inputs[:3], call.input_shapes[:3], how.scheme)
+    if call.axes.get(_QUERIES):
+        refuse_other_schemes("attention", call.inputs, how.scheme)
+    return attend_alone(query, key, value, sinks, scoring, ((offsets[2], offsets[2] + sizes[2]),))

@@ -1,4 +1,5 @@
 """New tensors like an existing one: of its shape they get its layout, of another shape they are whole on every rank.
+With another width only (the last dim), they are sharded as it is but for that: models write parts into such a tensor.
 
 The values of the existing one do not matter, so a pending reduction is left alone: the new tensor is whole where the
 existing one is pending.
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
+from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.shard.dispatching.special_ops import SPECIAL_OPS
 from hyper_parallel.platform import get_platform
 
@@ -40,7 +42,7 @@ def _new(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     elif not has_size:
         sizes, given = (sizes[0] if sizes and isinstance(sizes[0], (list, tuple)) else sizes), []
     shape = tuple(int(size) for size in sizes)
-    layout = tensor.layout.reduced() if shape == tuple(tensor.shape) else None
+    layout = _layout_for(shape, tensor)
     block = _platform.local_alias(tensor)
     made = func(block, shape if layout is None else layout.local_shape(shape), *given, **kwargs)
     if layout is None:
@@ -48,6 +50,16 @@ def _new(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
             _platform.requires_grad(made)
         )
     return _platform.as_dtensor(DTensor, made, layout, shape)
+
+
+def _layout_for(shape: tuple[int, ...], tensor: DTensor) -> Layout | None:
+    """How a new tensor of ``shape`` lies; None: whole on every rank."""
+    layout, own = tensor.layout.reduced(), tuple(tensor.shape)
+    if shape == own:
+        return layout
+    if len(own) < 2 or len(shape) != len(own) or shape[:-1] != own[:-1]:
+        return None
+    return Layout.of(layout.mesh, [*layout.shard_axes[:-1], ()])
 
 
 def _new_tensor(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

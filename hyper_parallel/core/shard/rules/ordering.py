@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+from hyper_parallel.core.dtensor.comm_recorder import attributed
+from hyper_parallel.core.dtensor.distributed_tensor import DTensor
+from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.shard.dispatching.gather_fallback import run_gathered
+from hyper_parallel.core.shard.dispatching.special_ops import SPECIAL_OPS
+from hyper_parallel.core.shard.rule_kit.agreed_errors import agreed_maximum
 from hyper_parallel.core.shard.rule_kit.empty_blocks import lacks_rows, with_spare_rows
 from hyper_parallel.core.shard.rule_kit.rule_table import rule
 from hyper_parallel.core.shard.rule_kit.signature import Labels, OpCall, Signature, letters, without
 from hyper_parallel.core.shard.rules.shape import all_together, dim_list
 from hyper_parallel.core.shard.rules.views import ALONE
+from hyper_parallel.platform import get_platform
+
+_platform = get_platform()
 
 # The position of the dim among the arguments, behind the tensor, and its default.
 _DIMS = {
@@ -114,3 +126,35 @@ def histc(call: OpCall) -> Signature | None:
         return None
     labels = letters(call.tensors[0].ndim)
     return Signature((labels,), ((None,),), reduces=dict.fromkeys(labels, "sum"))
+
+
+def _bincount(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Counts of shards add up to a partial sum, as long as that of the rank with the largest value.
+
+    forward: an all-reduce of that length; one device looks at the values for it, too.
+    """
+    bound = {**dict(zip(("input", "weights", "minlength"), args, strict=False)), **kwargs}
+    tensor, weights = bound["input"], bound.get("weights")
+    if not isinstance(tensor, DTensor) or tensor.ndim != 1 or tensor._layout.has_partial:
+        return run_gathered(func, args, kwargs)
+    layout, mesh = tensor._layout, tensor.device_mesh
+    axes = layout.shard_axes[0]
+    lie_alike = weights is None or (isinstance(weights, DTensor) and weights._layout is layout)
+    if not axes or not lie_alike or mesh.get_coordinate() is None:
+        return run_gathered(func, args, kwargs)
+    blocks, named = _platform.blocks_of(args, kwargs)
+    counts: Any = None
+    error: RuntimeError | None = None
+    try:
+        counts = func(*blocks, **named)
+    except RuntimeError as raised:
+        error = raised
+    length = attributed("inside bincount", agreed_maximum, mesh, axes, 0 if counts is None else len(counts), error)
+    missing = length - len(counts)
+    if missing:
+        counts = _platform.cat([counts, _platform.zeros((missing,), counts.dtype, counts.device)])
+    partials = ["sum" if axis in axes else None for axis in range(mesh.ndim)]
+    return _platform.as_dtensor(DTensor, counts, Layout.of(mesh, [()], partials), (length,))
+
+
+SPECIAL_OPS["bincount"] = _bincount

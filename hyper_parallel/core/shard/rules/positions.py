@@ -13,9 +13,11 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.shard.rule_kit.signature import LocalCall, Signature
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.checks.taps import one_line
 
 _platform = get_platform()
 _NONE = (2**62, -(2**62))  # the smallest and largest of no positions
@@ -27,11 +29,19 @@ def check_positions(
     """Raise ``error(position)`` on all ranks if a position, of a block under ``layout``, is not in [low, high)."""
     if not str(index.device).lower().startswith("cpu"):  # "cpu" and "cuda:0", or "CPU" and "Ascend:0"
         return
+    compare_positions(index, call.mesh, layout, low, high, error)
+
+
+@one_line
+def compare_positions(
+    index: Any, mesh: DeviceMesh, layout: Layout, low: int, high: int, error: Callable[[int], Exception]
+) -> None:
+    """:func:`check_positions` on the host, which reads the positions."""
     smallest, largest = (int(index.min()), int(index.max())) if index.numel() else _NONE
-    axes = tuple(sorted({axis for cut in layout.shard_axes for axis in cut if call.mesh.shape[axis] > 1}))
+    axes = tuple(sorted({axis for cut in layout.shard_axes for axis in cut if mesh.shape[axis] > 1}))
     if axes:
-        ends = _platform.index_tensor([[-smallest, largest]], call.mesh.device_type)
-        _platform.all_reduce(ends, call.mesh.get_group(axes), op="max")
+        ends = _platform.index_tensor([[-smallest, largest]], mesh.device_type)
+        _platform.all_reduce(ends, mesh.get_group(axes), op="max")
         ((negated, largest),) = ends.tolist()
         smallest = -negated
     if (smallest, largest) != _NONE and (smallest < low or largest >= high):

@@ -3,8 +3,9 @@
 Note [Which dims stay cut in a view]
 Elements lie in row-major order, so a view pairs groups of dims of equal size: (6, 35) and (2, 3, 5, 7) are the groups
 6 - 2, 3 and 35 - 5, 7. Dims that are alone in their group stay cut as they are. In a larger group only the leading dims
-may be cut, into a number of parts that divides both: then each rank's rows of one are its rows of the other. All else
-is gathered.
+may be cut, into a number of parts that divides both: then each rank's rows of one are its rows of the other. The shard
+of an inner dim, as the sequence of ``logits.view(-1, vocabulary)``, moves to the leading dim first, by one all-to-all,
+where that can be cut so. All else is gathered.
 """
 
 from __future__ import annotations
@@ -75,7 +76,24 @@ def _reshape(call: LocalCall) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
 
 def _resized(call: OpCall, rewrite: Callable[[LocalCall], Any]) -> Signature:
     before, after, divisors = view_labels(call.tensors[0].shape, call.outputs[0])
-    return Signature((before,), (after,), linear=ALONE, divisors=divisors, rewrite=rewrite)
+    offers = _moved_shards(call.tensors[0].layout, before, divisors)
+    return Signature((before,), (after,), linear=ALONE, divisors=divisors, rewrite=rewrite, offers=offers)
+
+
+def _moved_shards(layout: Layout, labels: Labels, divisors: dict[str, int]) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """For leading dims of groups: the axes that cut them and inner dims of their groups, where the sizes allow it."""
+    offers = {}
+    for dim, letter in enumerate(labels):
+        if letter not in divisors:
+            continue
+        inner = dim + 1
+        while inner < len(labels) and labels[inner] is None:
+            inner += 1
+        axes = tuple(axis for sharding in layout.shard_axes[dim:inner] for axis in sharding)
+        moved = [axes[:length] for length in range(1, len(axes) + 1)]
+        parts = [math.prod(layout.mesh.shape[axis] for axis in option) for option in moved]
+        offers[letter] = tuple(option for option, num in zip(moved, parts, strict=True) if divisors[letter] % num == 0)
+    return offers
 
 
 @rule("view", "view_copy", by_dtype=True)
