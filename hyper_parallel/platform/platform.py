@@ -25,6 +25,7 @@ from enum import Enum, auto
 from typing import Any, ClassVar
 
 from hyper_parallel.platform.contract.activation import ActivationMemory
+from hyper_parallel.platform.contract.attention import AttentionKernels
 from hyper_parallel.platform.contract.blocks import Blocks
 from hyper_parallel.platform.contract.collectives import Collectives
 from hyper_parallel.platform.contract.dry_runs import DryRuns
@@ -33,8 +34,10 @@ from hyper_parallel.platform.contract.gradients import Gradients
 from hyper_parallel.platform.contract.groups import EXISTING_COMM_GROUPS as EXISTING_COMM_GROUPS
 from hyper_parallel.platform.contract.groups import Groups
 from hyper_parallel.platform.contract.local_calls import LocalCalls
+from hyper_parallel.platform.contract.lowering import LoweredPrograms
 from hyper_parallel.platform.contract.modules import Modules
 from hyper_parallel.platform.contract.parameter_units import ParameterUnits
+from hyper_parallel.platform.contract.row_groups import RowGroups
 from hyper_parallel.platform.contract.state import State
 from hyper_parallel.platform.contract.streams import Streams
 from hyper_parallel.platform.contract.tensors import Tensors
@@ -64,7 +67,10 @@ class Platform(
     DTensorType,
     LocalCalls,
     Blocks,
+    RowGroups,
+    AttentionKernels,
     DryRuns,
+    LoweredPrograms,
 ):
     """What a framework must provide, and its own types and factories."""
 

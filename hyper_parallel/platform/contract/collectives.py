@@ -56,8 +56,16 @@ class Collectives(ABC):
 
     @staticmethod
     @abstractmethod
-    def all_to_all_single(input_tensor: Any, output_shape: Sequence[int], group: Any, async_op: bool = False) -> Any:
-        """Part r of dim 0 goes to rank r; always ``(output, handle)``, the handle None when it is done already."""
+    def all_to_all_single(
+        input_tensor: Any,
+        output_shape: Sequence[int],
+        group: Any,
+        async_op: bool = False,
+        output_splits: Sequence[int] | None = None,
+        input_splits: Sequence[int] | None = None,
+    ) -> Any:
+        """Part r of dim 0 goes to rank r: equal parts, or ``input_splits[r]`` rows, for which ``output_splits[r]`` come
+        back. Always ``(output, handle)``, the handle None when it is done already."""
 
     @staticmethod
     @abstractmethod

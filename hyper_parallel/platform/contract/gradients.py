@@ -29,3 +29,24 @@ class Gradients(ABC):
     @abstractmethod
     def set_grad(tensor: Any, gradient: Any) -> None:
         """Replace a leaf's gradient; None forgets it."""
+
+    @staticmethod
+    @abstractmethod
+    def graph_root(tensor: Any) -> Any:
+        """What :meth:`backward` can start from in place of a computed tensor, whose memory need not stay for it.
+
+        The tensor itself where a framework cannot.
+        """
+
+    @staticmethod
+    @abstractmethod
+    def has_gradient_hooks(tensor: Any) -> bool:
+        """Whether functions are called when :meth:`backward` brings the tensor's gradient, or has added it up."""
+
+    @staticmethod
+    @abstractmethod
+    def new_thread_value(name: str) -> Any:
+        """An object whose ``value``, None at first, each thread has for itself, under a name of its own.
+
+        A thread in which backward runs has the value of the one that asked for it.
+        """

@@ -65,6 +65,14 @@ class Groups(ABC):
 
     @staticmethod
     @abstractmethod
+    def leave_by_failure(group: Any, why: str) -> None:
+        """Let the ranks that wait for this one in ``group`` raise, with the reason, as far as they can be told.
+
+        The group cannot be used again.
+        """
+
+    @staticmethod
+    @abstractmethod
     def get_rank() -> int:
         """This process's rank in the world; 0 before there is one."""
 

@@ -128,6 +128,11 @@ class LocalCalls(ABC):
 
     @staticmethod
     @abstractmethod
+    def counts_writes(tensor: Any) -> bool:
+        """Whether ``tensor``, and what is made of it now, counts how often it is written to."""
+
+    @staticmethod
+    @abstractmethod
     def owns_memory(tensor: Any) -> Any:
         """Whether no other tensor shares the memory of ``tensor``."""
 

@@ -164,11 +164,6 @@ class Modules(ABC):
         """
 
     @staticmethod
-    @abstractmethod
-    def zeros_without_memory(shape: Any, like: Any, dtype: Any) -> Any:
-        """Zeros of a shape on the device of ``like``, of which only one is kept where the framework can."""
-
-    @staticmethod
     def plain_parameters_behind(tensor: Any, known: Iterable[Any]) -> list[Any]:
         """The plain parameters that ``tensor`` was computed from, up to where a layout changed.
 

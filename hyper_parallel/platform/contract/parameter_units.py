@@ -216,7 +216,10 @@ class ParameterUnits(ABC):
     @staticmethod
     @abstractmethod
     def add_to_grad(parameter: Any, block: Any) -> None:
-        """Add ``block``, which nobody else uses, to the gradient of a distributed parameter's local tensor."""
+        """Add ``block``, which nobody else uses, to the gradient of a tensor, or of a distributed one's local tensor.
+
+        The tensor is a leaf, or computed and then only asked by :meth:`take_grads`.
+        """
 
     @staticmethod
     @abstractmethod

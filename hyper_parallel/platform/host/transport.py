@@ -188,6 +188,13 @@ class HostTransport:
         with self._news:
             return bool(self._arrived.get((source, channel, number)))
 
+    def fail(self, peers: Sequence[int], why: str) -> None:
+        """Let these peers know that what they wait for from this process will not come, and why."""
+        text = why.encode()[:_SMALL]
+        for rank in peers:
+            with contextlib.suppress(OSError), self._peers[rank].send_lock:
+                self._peers[rank].socket.sendall(_HEADER.pack(_GOODBYE, 0, 0, len(text)) + text)
+
     def close(self) -> None:
         """Say goodbye to all and end the connections. Twice is once."""
         with self._news:
@@ -267,7 +274,7 @@ class HostTransport:
                 peer.socket.shutdown(socket.SHUT_RDWR)
         with self._news:
             peer.message = None
-            peer.gone = how
+            peer.gone = peer.gone or how
             self._news.notify_all()
 
     def _read_from(self, peer: _Peer) -> None:
@@ -282,7 +289,7 @@ class HostTransport:
         peer.num_read = 0
         if peer.message is None:
             channel, number, peer.operation, num_bytes = _HEADER.unpack(peer.header)
-            if channel == _GOODBYE:
+            if channel == _GOODBYE and not num_bytes:
                 peer.said_goodbye = True
                 return
             peer.key = (channel, number)
@@ -292,8 +299,12 @@ class HostTransport:
             if num_bytes:
                 return
         with self._news:
-            queue = self._arrived.setdefault((peer.rank, *peer.key), collections.deque())
-            queue.append((peer.operation, peer.message))
+            if peer.key[0] == _GOODBYE:
+                assert peer.message is not None
+                peer.gone = f"has failed: {peer.message.tobytes().decode(errors='replace')}"
+            else:
+                queue = self._arrived.setdefault((peer.rank, *peer.key), collections.deque())
+                queue.append((peer.operation, peer.message))
             self._news.notify_all()
         peer.message = None
 

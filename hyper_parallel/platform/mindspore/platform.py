@@ -11,6 +11,7 @@ from hyper_parallel.platform.contract.tables import takes_from
 from hyper_parallel.platform.mindspore.base import (
     devices,
     returnable_memory,
+    row_groups,
     start,  # isort: split - the first of all: it checks and configures
     tensors,
 )
@@ -72,6 +73,7 @@ __all__ = ["MindSporePlatform", "added_methods", "start"]
     parameter_uses,
     raw_bits,
     returnable_memory,
+    row_groups,
     services,
     state,
     symmetric_memory,

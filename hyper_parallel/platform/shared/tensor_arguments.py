@@ -5,10 +5,21 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
+from weakref import WeakSet
 
 from hyper_parallel.platform.shared.framework_of import kind_of
 
-__all__ = ["chunk_bounds", "find_dtype", "listed_tensors", "require_tensor", "upward_slices"]
+__all__ = [
+    "chunk_bounds",
+    "find_dtype",
+    "listed_tensors",
+    "note_stage",
+    "refuse_stages",
+    "require_tensor",
+    "upward_slices",
+]
+
+_stages: WeakSet[Any] = WeakSet()
 
 
 def require_tensor(kind: type, function: str, obj: object) -> None:
@@ -26,6 +37,22 @@ def listed_tensors(kind: type, function: str, tensors: Any, what_to_give: str) -
             hint = f"; give {what_to_give}" if isinstance(tensor, (tuple, str)) else ""
             raise TypeError(f"{function} takes tensors, got {type(tensor).__name__} at position {position}{hint}")
     return tensors
+
+
+def note_stage(stage: Any) -> None:
+    """The parameters of ``stage.named_parameters()`` are a part of a model's: their norm alone is not the model's."""
+    _stages.add(stage)
+
+
+def refuse_stages(function: str, tensors: Sequence[Any]) -> None:
+    """An error where parameters of a pipeline's stage are given to what needs those of all stages."""
+    given = {id(tensor) for tensor in tensors} if _stages else set()
+    names = [name for stage in _stages for name, one in stage.named_parameters().items() if id(one) in given]
+    if names:
+        raise ValueError(
+            f"{function}: {names[0]!r} is a parameter of a pipeline's stage, and the norm is that of the parameters of "
+            "all stages: write run.clip_grad_norm_(...) of what hp.parallelize gave, or clip_grad_norm_of_stages"
+        )
 
 
 def find_dtype(given: Any, dtypes: Mapping[str, Any], abbreviations: Mapping[str, Any]) -> Any:

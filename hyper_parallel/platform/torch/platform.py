@@ -10,7 +10,14 @@ import torch
 from hyper_parallel.platform.contract.tables import takes_from
 from hyper_parallel.platform.platform import Platform, PlatformType
 from hyper_parallel.platform.shared.membership import belongs_to_rank
-from hyper_parallel.platform.torch.base import devices, dtensor_base, rank_state, returnable_memory, tensors  # noqa: F401
+from hyper_parallel.platform.torch.base import (  # noqa: F401
+    devices,
+    dtensor_base,
+    rank_state,
+    returnable_memory,
+    row_groups,
+    tensors,
+)
 from hyper_parallel.platform.torch.communication import (
     coalesced,
     collectives,
@@ -22,6 +29,7 @@ from hyper_parallel.platform.torch.communication import (
 )
 from hyper_parallel.platform.torch.dry_run import counted_runs
 from hyper_parallel.platform.torch.dtensor import (
+    attention_kernels,
     block_transfer,
     dtensor_gradients,
     dtensor_support,
@@ -31,6 +39,7 @@ from hyper_parallel.platform.torch.dtensor import (
     local_ops_reductions,
     view_facts,
 )
+from hyper_parallel.platform.torch.lowering import compiled_programs, programs, recording
 from hyper_parallel.platform.torch.modules import (
     activation,
     deferred,
@@ -58,9 +67,11 @@ from hyper_parallel.platform.torch.takes_over import (
 @takes_from(
     activation,
     addressed_draws,
+    attention_kernels,
     block_transfer,
     coalesced,
     collectives,
+    compiled_programs,
     compiling,
     counted_runs,
     deferred,
@@ -85,10 +96,13 @@ from hyper_parallel.platform.torch.takes_over import (
     parameter_units,
     parameter_uses,
     pretend_groups,
+    programs,
     python_bodies,
     random_state,
     raw_bits,
+    recording,
     returnable_memory,
+    row_groups,
     state,
     symmetric_memory,
     tensors,
@@ -115,6 +129,7 @@ class TorchPlatform(Platform):
     _create_group = staticmethod(groups.make_group)
     count_on_one_rank = staticmethod(dtensor_gradients.count_on_one_rank)
     recording = staticmethod(torch.enable_grad)
+    grad_mode = torch.set_grad_enabled
     drawing_alike = staticmethod(dtensor_support.seeded)
 
     def __init__(self) -> None:

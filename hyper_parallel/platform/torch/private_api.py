@@ -105,5 +105,118 @@ _LATE_HOOKS: Any = torch.Tensor._post_accumulate_grad_hooks
 
 def hooks_of_leaf(node: Any) -> bool:
     """Whether the leaf behind a node that adds to a leaf's gradient has hooks of either kind."""
-    leaf = node.variable
-    return bool(_HOOKS.__get__(leaf) or _LATE_HOOKS.__get__(leaf))
+    return has_hooks_on_gradient(node.variable)
+
+
+def has_hooks_on_gradient(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has hooks of either kind; there is no public way to ask."""
+    with NoInterception():
+        return bool(_HOOKS.__get__(tensor) or _LATE_HOOKS.__get__(tensor))
+
+
+class ThreadValue:
+    """A value of each thread, which the threads of autograd have from the one that asks for backward.
+
+    On accelerators backward runs in threads of its own. They are given the state of C++, which Python can put objects
+    into under private names only; ``threading.local`` is not carried over.
+    """
+
+    __slots__ = ("_name",)
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def value(self) -> Any:
+        return torch._C._get_obj_in_tls(self._name) if torch._C._is_key_in_tls(self._name) else None
+
+    @value.setter
+    def value(self, value: Any) -> None:
+        torch._C._stash_obj_in_tls(self._name, value)
+
+
+def num_dispatch_modes() -> int:
+    """How many dispatch modes this thread is in."""
+    return torch._C._len_torch_dispatch_stack()
+
+
+def num_function_modes() -> int:
+    """How many function modes this thread is in."""
+    return torch._C._len_torch_function_stack()
+
+
+def saving_hooks() -> Any:
+    """The hooks that tensors saved for backward go through now; None where there are none."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def is_transformed() -> bool:
+    """Whether a transform of functions (vmap, grad) runs."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def replace_call(module: Any, call: Any) -> Any:
+    """Let ``call`` answer calls of the module, hooks included, as ``Module.compile`` does; how it was called before."""
+    module._compiled_call_impl = call
+    return module._call_impl
+
+
+def restore_call(module: Any) -> None:
+    """Undo :func:`replace_call`."""
+    module._compiled_call_impl = None
+
+
+def has_replaced_call(module: Any) -> bool:
+    """Whether something answers calls of the module in its place."""
+    return module._compiled_call_impl is not None
+
+
+def is_without_values(tensor: Any) -> bool:
+    """Whether a tensor stands for another one while a program is traced."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(tensor, FakeTensor) or torch._is_functional_tensor(tensor) or type(tensor) is _functional_tensor()
+
+
+def _functional_tensor() -> type:
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    return FunctionalTensor
+
+
+def compile_both_passes(program: Any, examples: list[torch.Tensor]) -> Any:
+    """``program(*tensors) -> tuple`` as compiled code with a compiled backward; nothing runs.
+
+    AOTAutograd and inductor without dynamo, which traces Python and cannot look into distributed tensors.
+    """
+    from torch._functorch.aot_autograd import aot_module_simplified
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
+
+    def compiler(**how: bool) -> Any:
+        def compile_graph(graph: Any, inputs: Any) -> Any:
+            code = compile_fx_inner(graph, inputs, **how)
+
+            def run(args: Any) -> Any:  # parameters that were saved for backward come as distributed tensors
+                with NoInterception():
+                    return code(args)
+
+            run._boxed_call = True  # type: ignore[attr-defined]
+            return run
+
+        return compile_graph
+
+    class Recorded(torch.nn.Module):
+        def forward(self, *tensors: Any) -> Any:
+            return program(*tensors)
+
+    return aot_module_simplified(
+        Recorded(),  # type: ignore[arg-type]
+        examples,
+        fw_compiler=compiler(is_backward=False),
+        bw_compiler=compiler(is_backward=True),
+        inference_compiler=compiler(is_inference=True),
+        partition_fn=min_cut_rematerialization_partition,
+        decompositions=select_decomp_table(),
+    )

@@ -39,6 +39,7 @@ __all__ = [
     "get_rank",
     "get_world_size",
     "init_process_group",
+    "leave_by_failure",
     "make_group",
     "meeting_group_maker",
     "on_leaving",
@@ -259,6 +260,14 @@ def get_process_group_ranks(group: Any = None) -> list[int]:
     if group is None and _current_world() is None:
         return [0]
     return list(unwrap_group(group).ranks)
+
+
+def leave_by_failure(group: Any, why: str) -> None:
+    """Let the members that wait for this rank raise; hccl has no way to tell, its members wait for their time limit."""
+    group = unwrap_group(group)
+    fail = getattr(group.transport, "fail", None)
+    if fail is not None:
+        fail(group.channel, why)
 
 
 def get_backend(group: Any = None) -> str:

@@ -107,6 +107,11 @@ class TcpTransport:
     def drop_group(self, channel: HostGroup) -> None:
         """Nothing is held for a group."""
 
+    def fail(self, channel: HostGroup, why: str) -> None:
+        """Let the other members know that nothing more comes from this rank."""
+        assert self._connections is not None
+        self._connections.fail([rank for rank in channel.ranks if rank != self._connections.rank], why)
+
     # ---------------------------------------------------------------- collectives
 
     def barrier(self, channel: HostGroup) -> Pending:

@@ -156,6 +156,12 @@ def embed_block(tensor: Any, box: Region, shape: Sequence[int]) -> Any:
         return clone(padded) if padded is tensor else padded
 
 
+def add_rows(total: Any, part: Any, start: int) -> Any:
+    """``total`` with ``part`` added to the rows of dim -2 from ``start``."""
+    offsets = (*(0,) * (total.ndim - 2), start, 0)
+    return total + embed_block(part, Region(offsets, tuple(part.shape)), tuple(total.shape))
+
+
 def identity_like(tensor: Any, op: str) -> Any:
     """What leaves a reduction unchanged: zeros for a sum, ones for a product, the tensor itself for the others."""
     with private_api.no_grad():

@@ -6,6 +6,7 @@ or partial.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -101,6 +102,26 @@ def value_and_grad(fn: Callable[..., Any], weights: Sequence[Any]) -> Callable[.
         )
 
     return run
+
+
+def graph_root(tensor: Any) -> Any:
+    """The tensor itself: the tape starts from tensors."""
+    return tensor
+
+
+def has_gradient_hooks(tensor: Any) -> bool:
+    """Whether the tensor has hooks on its gradient."""
+    return bool(local_alias(tensor).hooks())
+
+
+class _ThreadValue(threading.local):
+    value: Any = None
+
+
+def new_thread_value(name: str) -> Any:
+    """A value of each thread; backward runs in the thread that asks for it."""
+    del name
+    return _ThreadValue()
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:

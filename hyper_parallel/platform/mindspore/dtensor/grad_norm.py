@@ -19,7 +19,7 @@ from hyper_parallel.platform.mindspore.base.tensors import cat, detached, full, 
 from hyper_parallel.platform.mindspore.communication import collectives
 from hyper_parallel.platform.mindspore.mends.in_place import write
 from hyper_parallel.platform.mindspore.mends.same_bits import power
-from hyper_parallel.platform.shared.tensor_arguments import listed_tensors
+from hyper_parallel.platform.shared.tensor_arguments import listed_tensors, refuse_stages
 
 __all__ = [
     "block_norms",
@@ -64,7 +64,9 @@ def clip_grad_norm_(
     max_norm = float(max_norm)
     if not max_norm >= 0:
         raise ValueError(f"clip_grad_norm_: max_norm must be 0 or more, got {max_norm}")
-    gradients = [_grad_of(parameter) for parameter in _as_list("clip_grad_norm_", parameters)]
+    given = _as_list("clip_grad_norm_", parameters)
+    refuse_stages("clip_grad_norm_", given)
+    gradients = [_grad_of(parameter) for parameter in given]
     gradients = [gradient for gradient in gradients if gradient is not None]
     total_norm = get_total_norm(gradients, norm_type, error_if_nonfinite, foreach)
     clip_by_norm_(gradients, total_norm, max_norm, foreach)

@@ -18,7 +18,7 @@ from mindspore import Parameter, Tensor, mint, nn, ops
 from hyper_parallel.platform.mindspore import private_api
 from hyper_parallel.platform.mindspore.base import devices
 from hyper_parallel.platform.mindspore.base.memory import copy_into, from_array, memory_of, numpy_type
-from hyper_parallel.platform.mindspore.base.tensors import detached, dtype_name, is_meta, tensor_to_numpy, zeros
+from hyper_parallel.platform.mindspore.base.tensors import detached, dtype_name, is_meta, tensor_to_numpy
 from hyper_parallel.platform.mindspore.mends.empty_blocks import has_no_elements, zeros_of
 from hyper_parallel.platform.shared.module_wrappers import innermost
 from hyper_parallel.platform.shared.parameters import (
@@ -149,12 +149,6 @@ def take_out_tensors(module: nn.Cell) -> None:
     buffers = private_api.buffers_of(module)
     for name in list(buffers):
         buffers[name] = None
-
-
-def zeros_without_memory(shape: tuple[int, ...], like: Tensor, dtype: Any) -> Tensor:
-    """Of all elements: views of MindSpore on a CPU are not taken by all operators."""
-    del like
-    return zeros(shape, dtype)
 
 
 def _path_in(own: dict[str, Parameter]) -> str:

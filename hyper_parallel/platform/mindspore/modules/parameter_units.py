@@ -22,7 +22,7 @@ from hyper_parallel.platform.mindspore.base import start
 from hyper_parallel.platform.mindspore.base.memory import bytes_of, memory_of
 from hyper_parallel.platform.mindspore.base.tensors import from_numpy, is_meta, own_copy, tensor_type_cast
 from hyper_parallel.platform.mindspore.dtensor.dtensor_gradients import get_grad, set_grad
-from hyper_parallel.platform.mindspore.dtensor.tensor_type import as_dtensor, local_alias, plain_kind
+from hyper_parallel.platform.mindspore.dtensor.tensor_type import as_dtensor, is_distributed, local_alias, plain_kind
 
 __all__ = [
     "accumulate",
@@ -123,7 +123,9 @@ def adds_to_leaves(ctx: Any) -> bool:
 
 
 def add_to_grad(parameter: Any, block: Any) -> None:
-    made = as_dtensor(plain_kind(type(parameter)), block, parameter._layout.gradient(), parameter._global_shape)
+    made = block
+    if is_distributed(parameter):
+        made = as_dtensor(plain_kind(type(parameter)), block, parameter._layout.gradient(), parameter._global_shape)
     before = get_grad(parameter)
     set_grad(parameter, made if before is None else before + made)
 

@@ -51,6 +51,7 @@ from hyper_parallel.platform.torch.communication.messages import (
     all_gather_object,
     irecv,
     isend,
+    leave_by_failure,
     recv_object_list,
     send_object_list,
 )
@@ -65,6 +66,7 @@ __all__ = [
     "broadcast",
     "irecv",
     "isend",
+    "leave_by_failure",
     "observers",
     "recv_object_list",
     "reduce_scatter_tensor",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 from typing import Any
 
@@ -27,7 +28,7 @@ from hyper_parallel.platform.torch.communication.lost_ranks import Handle, named
 from hyper_parallel.platform.torch.communication.pretend_groups import PretendGroup, unpickled
 from hyper_parallel.platform.torch.communication.rank_agreement import COMPARES_RANKS, compare_calls
 
-__all__ = ["all_gather_object", "irecv", "isend", "recv_object_list", "send_object_list"]
+__all__ = ["all_gather_object", "irecv", "isend", "leave_by_failure", "recv_object_list", "send_object_list"]
 
 
 def isend(tensor: torch.Tensor, dst: int | None = None, group: Any = None, tag: int = 0) -> Any:
@@ -91,6 +92,15 @@ def irecv(tensor: torch.Tensor, src: int | None = None, group: Any = None, tag: 
     is_in_place = plain is tensor or plain.data_ptr() == tensor.data_ptr()
     handle = Handle(work) if is_in_place else PendingResult(work, lambda: tensor.copy_(plain))
     return handle if call is None else telling(handle, call)
+
+
+def leave_by_failure(group: Any, why: str) -> None:
+    """Close the group's connections and leave the reason for who waits on them; see ``ledgers.py``."""
+    _, facts = find_facts(group)
+    refuse = getattr(facts.ledger, "refuse", None)
+    if refuse is not None:
+        with contextlib.suppress(RuntimeError):  # the caller has an error of its own to raise
+            refuse(why)
 
 
 # ---------------------------------------------------------------- objects

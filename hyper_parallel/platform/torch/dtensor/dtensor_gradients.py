@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from hyper_parallel.platform.shared.lawful_gradients import LawfulGradients
 from hyper_parallel.platform.torch.base.dtensor_base import (
     DTensorBase,
     as_dtensor,
@@ -81,8 +82,24 @@ def grad(
     )
 
 
+class Root(LawfulGradients):
+    """A node of the graph in place of the distributed tensor that it made."""
+
+    def __init__(self, tensor: Any) -> None:
+        with torch.enable_grad():
+            self.edge = get_gradient_edge(local_alias(tensor))
+        self._layout, self._global_shape = tensor._layout, tensor._global_shape
+
+
+def graph_root(tensor: Any) -> Any:
+    """What backward can start from in place of a computed tensor, whose memory may go."""
+    if not isinstance(tensor, DTensorBase):
+        return get_gradient_edge(tensor)
+    return Root(_summed(tensor))
+
+
 def _as_tuple(value: Any) -> tuple[Any, ...]:
-    return (value,) if isinstance(value, (torch.Tensor, GradientEdge)) else tuple(value)
+    return (value,) if isinstance(value, (torch.Tensor, GradientEdge, Root)) else tuple(value)
 
 
 def _edges(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -123,7 +140,7 @@ def count_on_one_rank(gradient: torch.Tensor, mesh: Any, axes: Sequence[int]) ->
 
 def _starts(tensors: Any, gradients: Any, name: str) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """The tensors to start from, with the blocks of the gradients that they start with."""
-    starts = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
+    starts = _as_tuple(tensors)
     if gradients is None:
         given: Sequence[Any] = (None,) * len(starts)
     else:
@@ -135,10 +152,11 @@ def _starts(tensors: Any, gradients: Any, name: str) -> tuple[tuple[Any, ...], t
 
 
 def _start(tensor: Any, gradient: Any) -> tuple[Any, Any]:
+    if isinstance(tensor, Root) and gradient is not None:
+        return tensor.edge, local_alias(tensor.lawful_gradient(gradient))
     if not isinstance(tensor, DTensorBase):
-        return tensor, gradient
-    if tensor._layout.reduced_later or any(op not in _SUMS for op in tensor._layout.partials):
-        tensor = tensor.reduce_partial()
+        return (tensor.edge if isinstance(tensor, Root) else tensor), gradient
+    tensor = _summed(tensor)
     with torch.enable_grad():  # autograd's own code must not see the global shape
         start = local_alias(tensor)
     if gradient is not None:
@@ -149,3 +167,10 @@ def _start(tensor: Any, gradient: Any) -> tuple[Any, Any]:
             f"{tuple(tensor._global_shape)}; pass the gradient to start with"
         )
     return start, torch.ones_like(detached(tensor))
+
+
+def _summed(tensor: Any) -> Any:
+    """A tensor whose gradient is the same for all its summands, if it is a pending sum."""
+    if tensor._layout.reduced_later or any(op not in _SUMS for op in tensor._layout.partials):
+        return tensor.reduce_partial()
+    return tensor

@@ -55,6 +55,11 @@ def owns_memory(tensor: torch.Tensor) -> bool:
     return num_storage_uses(storage) <= 2
 
 
+def counts_writes(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor``, and what is made of it now, counts how often it is written to."""
+    return not (torch.is_inference_mode_enabled() or torch.Tensor.is_inference(tensor))
+
+
 @contextmanager
 def counting_versions() -> Iterator[None]:
     """Inside, new tensors count how often they are written to, which inference mode leaves out; no graph is recorded

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.platform.shared.tensor_arguments import listed_tensors
+from hyper_parallel.platform.shared.tensor_arguments import listed_tensors, refuse_stages
 from hyper_parallel.platform.torch.base.dtensor_base import DTensorBase, detached
 from hyper_parallel.platform.torch.communication import collectives
 from hyper_parallel.platform.torch.private_api import foreach_mul_, foreach_norm
@@ -57,7 +57,9 @@ def clip_grad_norm_(
     max_norm = float(max_norm)
     if not max_norm >= 0:
         raise ValueError(f"clip_grad_norm_: max_norm must be 0 or more, got {max_norm}")
-    grads = [p.grad for p in _as_list("clip_grad_norm_", parameters) if p.grad is not None]
+    given = _as_list("clip_grad_norm_", parameters)
+    refuse_stages("clip_grad_norm_", given)
+    grads = [p.grad for p in given if p.grad is not None]
     total_norm = get_total_norm(grads, norm_type, error_if_nonfinite, foreach)
     clip_by_norm_(grads, total_norm, max_norm, foreach)
     return total_norm

@@ -7,12 +7,27 @@ from typing import Any
 
 import torch
 
-__all__ = ["backward", "get_grad", "set_grad", "value_and_grad"]
+from hyper_parallel.platform.torch.dtensor import dtensor_gradients
+from hyper_parallel.platform.torch.private_api import ThreadValue, has_hooks_on_gradient
+
+__all__ = [
+    "backward",
+    "get_grad",
+    "graph_root",
+    "has_gradient_hooks",
+    "new_thread_value",
+    "set_grad",
+    "value_and_grad",
+]
+
+graph_root = dtensor_gradients.graph_root
+has_gradient_hooks = has_hooks_on_gradient
+new_thread_value = ThreadValue
 
 
 def backward(tensors: Any, gradients: Any = None, retain_graph: bool = False, create_graph: bool = False) -> None:
     """Add the gradients of ``tensors`` to the leaves they were computed from; without ``gradients`` of scalars."""
-    torch.autograd.backward(tensors, gradients, retain_graph=retain_graph or create_graph, create_graph=create_graph)
+    dtensor_gradients.backward(tensors, gradients, retain_graph or create_graph, create_graph)
 
 
 def value_and_grad(

@@ -69,8 +69,7 @@ def linear_weight_dims(module: object) -> tuple[int, int] | None:
     """The dims of ``weight`` for outputs and inputs; Hugging Face's ``Conv1D`` is a linear layer with them swapped."""
     if isinstance(module, nn.Linear):
         return 0, 1
-    kind = type(module)
-    return (1, 0) if kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils" else None
+    return (1, 0) if _conv1d_of(module) is not None else None
 
 
 def linear_function(module: nn.Module) -> Callable[[Any, Any, Any], Any] | None:
@@ -78,7 +77,15 @@ def linear_function(module: nn.Module) -> Callable[[Any, Any, Any], Any] | None:
     kind = type(module)
     if kind.forward is nn.Linear.forward and "forward" not in vars(module):
         return nn.functional.linear
-    return _transposed_linear if linear_weight_dims(module) == (1, 0) else None
+    conv1d = _conv1d_of(module)
+    is_own = conv1d is not None and getattr(module.forward, "__func__", None) is conv1d.forward
+    return _transposed_linear if is_own else None
+
+
+def _conv1d_of(module: object) -> Any:
+    """Hugging Face's class, of which the module's may be a subclass that wraps calls."""
+    kinds = (kind for kind in type(module).__mro__ if kind.__name__ == "Conv1D")
+    return next((kind for kind in kinds if kind.__module__ == "transformers.pytorch_utils"), None)
 
 
 def _transposed_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -112,12 +119,8 @@ def take_out_tensors(module: nn.Module) -> None:
     own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
     for name, tensor in own:
         delattr(module, name)
-        # Code asks emptied modules for dtypes and shapes too.
-        setattr(module, name, torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="meta"))
-
-
-def zeros_without_memory(shape: tuple[int, ...], like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return torch.zeros((), dtype=dtype, device=like.device).expand(shape)
+        # Code asks emptied modules for dtypes and shapes too; one element, for a dry run counts it.
+        setattr(module, name, torch.empty((), dtype=tensor.dtype, device="meta").expand(tuple(tensor.shape)))
 
 
 def use_separate_projections(module: nn.MultiheadAttention) -> None:

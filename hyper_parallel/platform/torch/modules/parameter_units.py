@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from operator import mul
 from typing import Any
@@ -183,7 +183,7 @@ def adds_to_leaves(ctx: Any) -> bool:
 
 
 def add_to_grad(parameter: torch.Tensor, block: torch.Tensor) -> None:
-    with NoInterception():
+    with NoInterception(), _unwarned([parameter]):
         gradient = _GRAD.__get__(parameter)
         if gradient is None:
             _GRAD.__set__(parameter, block)
@@ -225,16 +225,24 @@ def addresses_of(parameters: Sequence[torch.Tensor]) -> tuple[int, ...]:
 
 
 def take_grads(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-    with NoInterception(), ExitStack() as quiet:
-        if not all(leaf.is_leaf for leaf in leaves):  # results of the edge, into which somebody may have written
-            quiet.enter_context(warnings.catch_warnings())
-            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+    with NoInterception(), _unwarned(leaves):
         found = [_GRAD.__get__(leaf) for leaf in leaves]
         for place, (leaf, gradient) in enumerate(zip(leaves, found, strict=True)):
             if gradient is not None:
                 _GRAD.__set__(leaf, None)
                 found[place] = torch.Tensor.detach(gradient)
     return found
+
+
+@contextmanager
+def _unwarned(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Inside, ``grad`` may be asked of results of the edge too, into which somebody writes."""
+    if all(tensor.is_leaf for tensor in tensors):
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+        yield
 
 
 def writes_into(parameters: Sequence[torch.Tensor]) -> tuple[int, ...]:

@@ -9,7 +9,9 @@ on), a handler of the library takes over. For everything else it costs one look 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -20,6 +22,8 @@ from hyper_parallel.platform.torch.private_api import is_intercepting
 # Whether operators are intercepted now; the switch has no public name.
 
 _plain_apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+
+_own_apply = _plain_apply
 
 Handler = Callable[[type, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -35,6 +39,18 @@ def set_function_handler(handler: Handler) -> None:
 
     apply.__doc__ = _plain_apply.__doc__
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+
+
+def set_applying(apply: Callable[..., Any] | None) -> None:
+    """Let ``apply(function, *args, **kwargs)`` call autograd functions; None: PyTorch again."""
+    global _plain_apply
+    _plain_apply = _own_apply if apply is None else apply
+
+
+@functools.cache
+def own_apply(function: type) -> Callable[..., Any]:
+    """``function.apply`` as PyTorch has it, the same object each time."""
+    return MethodType(_own_apply, function)
 
 
 def apply_function(function: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

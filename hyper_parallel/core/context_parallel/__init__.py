@@ -1,0 +1,1 @@
+"""Long sequences: attention over tokens that lie on several ranks."""

@@ -1,0 +1,1 @@
+"""Attention on the blocks of plain tensors that a rank holds; what travels between the ranks, and when."""

@@ -1,0 +1,1 @@
+"""Recording a module's calls as a plain program, and compiling it."""
