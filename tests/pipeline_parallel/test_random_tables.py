@@ -67,6 +67,7 @@ def _try_many(count, body):
     given(st.randoms(use_true_random=False))(
         settings(
             max_examples=count,
+            derandomize=count < 1_000,  # at every change the same ones
             deadline=None,
             database=None,
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.large_base_example],
@@ -110,6 +111,8 @@ def test_damaged_tables_that_are_accepted_run(sweep):
         for _ in range(random.randint(1, 3)):
             row = random.choice(rows)
             first, second = (random.randrange(len(row)) for _ in range(2))
+            if random.random() < 0.5:  # neighbours: many of these still run
+                second = min(first + 1, len(row) - 1)
             row[first], row[second] = row[second], row[first]
             if random.random() < 0.1:
                 row.pop(first)

@@ -133,6 +133,8 @@ def test_tied_stages_clip_and_go_on_from_a_checkpoint_as_one_piece(tmp_path: Any
         expected = platform.clip_grad_norm_(list(platform.parameters_dict(whole).values()), 1.0)
         found = clip_grad_norm_of_stages(stage.named_parameters(), 1.0, order=stage.split.order, stages=mesh)
         assert equal(found, expected)
+        with pytest.raises(ValueError, match=r"is a parameter of a pipeline's stage.*run\.clip_grad_norm_"):
+            platform.clip_grad_norm_(list(stage.named_parameters().values()), 1.0)
         platform.step_optimizer(one)
         platform.step_optimizer(mine)
     model_state, optimizer_state = get_state_dict(stage.model, mine)
@@ -302,7 +304,7 @@ def test_calls_that_a_stage_cannot_answer() -> None:
     with pytest.raises(ValueError, match=r"this .*Row has been cut already; build it again"):
         StageModel(row, split, 1)
     last = StageModel(_Row(), split, 1)
-    with pytest.raises(RuntimeError, match=r"'blocks\.0' belongs to another stage of this model: call the StageModel"):
+    with pytest.raises(RuntimeError, match=r"'blocks\.0' ran outside of a call of its stage: call the StageModel"):
         last.model(x)
     with pytest.raises(ValueError, match="stage 1 of 2 takes the stream of the one before: got NoneType"):
         last(None, x)
@@ -331,3 +333,21 @@ def test_configurations_that_cannot_be_cut(key: str) -> None:
     row.config = type("Config", (), {"is_encoder_decoder": True})()
     with pytest.raises(ValueError, match="_Row has more than one row of blocks, as encoders with decoders have"):
         split_of(row, 2)
+
+
+class _ResidualOutside(_Row):
+    """What runs around the blocks belongs to no stage."""
+
+    def forward(self, x: Any) -> Any:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def test_what_a_model_computes_between_its_blocks_is_refused() -> None:
+    row = _ResidualOutside()
+    split = split_stages(row, 2, blocks=[f"blocks.{number}" for number in range(len(row.blocks))])
+    with pytest.raises(
+        ValueError, match=r"'blocks\.\d' takes is not what the block before it gave, .* a residual around"
+    ):
+        StageModel(row, split, 0)(None, ours(torch.ones(2, 4)))

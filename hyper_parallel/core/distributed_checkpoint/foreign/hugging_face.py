@@ -70,8 +70,9 @@ def load_hugging_face(
 ) -> LoadedNames:
     """Fill the tensors of ``state_dict`` in place from a folder of safetensors files; every rank reads its own blocks.
 
-    Names that are missing in the files, or in them but unused, are an error that lists them unless allowed; so is a
-    dtype that differs, unless ``cast``. A tied tensor needs to be in the files under one of its names.
+    Names that are missing in the files, or in them but unused by all ranks, which may hold different parts of a model,
+    are an error that lists them unless allowed; so is a dtype that differs, unless ``cast``. A tied tensor needs to be
+    in the files under one of its names.
 
     If it raises while files are read, the state is part old and part new; with ``whole=True`` nothing is changed before
     all ranks have read what they want, in memory of its own.
@@ -79,10 +80,17 @@ def load_hugging_face(
     agreement = _agreement(no_dist)
     rules = KeyMapping.of(mapping)
 
-    def work() -> LoadedNames:
+    opened: list[tuple[SafetensorsFolder, Mapped]] = []
+
+    def look() -> list[str]:
         source = folder if isinstance(folder, SafetensorsFolder) else SafetensorsFolder(folder)
         mapped = rules.from_files(source.known())
-        names = _compare_names(state_dict, mapped, source.path, allow_missing, allow_unused)
+        opened.append((source, mapped))
+        return [name for name in mapped.our_shapes if name not in state_dict]
+
+    def work() -> LoadedNames:
+        source, mapped = opened[0]
+        missing = _compare_names(state_dict, mapped, source.path, allow_missing, [] if allow_unused else unused)
         _check_fit(state_dict, mapped, source.path, cast)
         pieces = mapped.by_our_name()
         # In the order of the files: disks like to read forward.
@@ -103,7 +111,7 @@ def load_hugging_face(
                 written.add(name)
                 block.read(pieces[name], source, into_target=True)
                 block.apply()
-        return names
+        return LoadedNames(missing, unused)
 
     written = WrittenEntries()
     held: list[tuple[str, _Block]] = []
@@ -115,30 +123,36 @@ def load_hugging_face(
 
     result: list[LoadedNames] = []
     with written.explained("load_hugging_face", whole):
+        unused = agreement.round("loading safetensors files", look, _in_all)
         agreement.round("loading safetensors files", lambda: result.append(work()))
         if whole:
             agreement.round("loading safetensors files (all is read, and is put into place)", apply)
     return result[0]
 
 
+def _in_all(lists: Sequence[list[str]]) -> list[str]:
+    others = [set(one) for one in lists[1:]]
+    return [name for name in lists[0] if all(name in other for other in others)]
+
+
 def _compare_names(
-    state_dict: Mapping[str, Any], mapped: Mapped, path: Path, allow_missing: bool, allow_unused: bool
-) -> LoadedNames:
+    state_dict: Mapping[str, Any], mapped: Mapped, path: Path, allow_missing: bool, refused: list[str]
+) -> list[str]:
+    """The names of this rank that are not in the files; an error unless that is allowed, and for ``refused`` ones."""
     missing = [name for name in state_dict if name not in mapped.our_shapes]
     if missing:
         there = {_address(value) for name, value in state_dict.items() if name in mapped.our_shapes}
         missing = [name for name in missing if _address(state_dict[name]) not in there]
-    unused = [name for name in mapped.our_shapes if name not in state_dict]
     problems = []
     if missing and not allow_missing:
         problems.append(f"not in the files: {_listed(missing)} (allow_missing=True leaves them as they are)")
-    if unused and not allow_unused:
+    if refused:
         problems.append(
-            f"in the files but not wanted: {_listed(unused)} (allow_unused=True, or a rule that drops them)"
+            f"in the files but not wanted: {_listed(refused)} (allow_unused=True, or a rule that drops them)"
         )
     if problems:
         raise ValueError(f"'{path}': {'; '.join(problems)}")
-    return LoadedNames(missing, unused)
+    return missing
 
 
 def _check_fit(state_dict: Mapping[str, Any], mapped: Mapped, path: Path, cast: bool) -> None:
@@ -221,44 +235,85 @@ def save_hugging_face(
 ) -> None:
     """Write the tensors of ``state_dict``, whole, into a folder of safetensors files; other files there stay.
 
-    Every rank calls, with the same names. Tensors that are cut are gathered one after the other, and each file is
-    written by one of the ranks. A tied tensor is written under its first name. An older set of weights in the folder is
-    replaced as a whole.
+    Every rank calls; ranks may hold different parts of a model. Tensors that are cut are gathered one after the other,
+    by the ranks that hold them, one of which writes. A tied tensor is written under its first name. An older set of
+    weights in the folder is replaced as a whole.
     """
     target = folder_path(folder)
     agreement = _agreement(no_dist)
     aside: AsideFolder | None = None
-    planned: list[tuple[dict[str, Any], Mapped, FolderPlan]] = []
+    untied: list[dict[str, Any]] = []
 
     def look() -> Any:
-        tensors = _untied(state_dict)
-        known = {name: (tuple(value.shape), _dtype_of(value)) for name, value in tensors.items()}
-        mapped = KeyMapping.of(mapping).to_files(known)
-        planned.append((tensors, mapped, FolderPlan(mapped.file_shapes, mapped.file_dtypes, max_shard_bytes)))
-        return known
+        untied.append(_untied(state_dict))
+        return {name: (tuple(value.shape), _dtype_of(value)) for name, value in untied[0].items()}
 
-    def begin(everybody: list[Any]) -> str:
+    def begin(everybody: list[Any]) -> tuple[str, dict[str, Any], dict[str, list[int]]]:
         nonlocal aside
-        if any(other != everybody[0] for other in everybody[1:]):
-            raise ValueError("the ranks have different names, shapes or dtypes in their state dicts")
+        known, holders = _united(everybody)
         save_name = new_save_name()
         aside = AsideFolder(target, save_name)
         aside.make()
-        return save_name
+        return save_name, known, holders
 
     try:
-        save_name = agreement.round("saving safetensors files", look, begin)
+        save_name, known, holders = agreement.round("saving safetensors files", look, begin)
         aside = aside or AsideFolder(target, save_name)
-        tensors, mapped, plan = planned[0]
-        owned = {number for number in range(len(plan.headers)) if number % agreement.world_size == agreement.rank}
+        planned: list[tuple[FolderPlan, _Writers]] = []
+
+        def create() -> None:
+            mapped = KeyMapping.of(mapping).to_files(known)
+            plan = FolderPlan(mapped.file_shapes, mapped.file_dtypes, max_shard_bytes)
+            planned.append((plan, _Writers(mapped, plan, holders, agreement.rank)))
+            for number in range(agreement.rank, len(plan.headers), agreement.world_size):
+                os.close(create_file(aside.file(number), plan, number))
+
+        agreement.round("saving safetensors files", create)
+        plan, writers = planned[0]
         agreement.round(
             "saving safetensors files",
-            lambda: _write_files(tensors, mapped, plan, owned, aside),
+            lambda: _write_files(untied[0], plan, writers, aside),
             lambda _: commit_folder(aside, target, plan),
         )
     finally:
         if aside is not None and agreement.is_coordinator:
             aside.remove()
+
+
+def _united(everybody: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str, list[int]]]:
+    """The tensors of all ranks, and which ranks hold each."""
+    known: dict[str, Any] = {}
+    holders: dict[str, list[int]] = {}
+    for rank, held in enumerate(everybody):
+        for name, what in held.items():
+            if known.setdefault(name, what) != what:
+                raise ValueError(
+                    f"the ranks have different shapes or dtypes for '{name}': {known[name]} on rank "
+                    f"{holders[name][0]}, {what} on rank {rank}"
+                )
+            holders.setdefault(name, []).append(rank)
+    return known, holders
+
+
+class _Writers:
+    """Which tensors of the files this rank writes, and of which of ours it makes them."""
+
+    def __init__(self, mapped: Mapped, plan: FolderPlan, holders: Mapping[str, list[int]], rank: int) -> None:
+        self.pieces = mapped.by_file_name()
+        self.groups = [group for group in mapped.groups if any(rank in holders[name] for name in group)]
+        self.wanted: dict[str, list[str]] = {}  # our name -> tensors of the files that this rank writes from it
+        group_of = {name: group for group in mapped.groups for name in group}
+        for name, pieces in self.pieces.items():
+            ours = pieces[0].our_name if pieces else ""
+            group = group_of.get(ours, ())
+            able = sorted(set.intersection(*(set(holders[one]) for one in group))) if group else [0]
+            if not able:
+                raise ValueError(
+                    f"'{name}' of the files is made of tensors that different ranks hold ({_listed(group)}); leave it "
+                    "out of the mapping"
+                )
+            if able[plan.entries[name].file % len(able)] == rank:
+                self.wanted.setdefault(ours, []).append(name)
 
 
 def _untied(state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -276,19 +331,12 @@ def _untied(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     return tensors
 
 
-def _write_files(
-    tensors: Mapping[str, Any], mapped: Mapped, plan: FolderPlan, owned: set[int], aside: AsideFolder
-) -> None:
-    """Gather the tensors, on all ranks together, and write those of the owned files.
+def _write_files(tensors: Mapping[str, Any], plan: FolderPlan, writers: _Writers, aside: AsideFolder) -> None:
+    """Gather the tensors, all ranks that hold them together, and write those that are this rank's to write.
 
     A rank that cannot write (a full disk, say) still takes part in the gathers, or the others would wait for it.
     """
     platform = get_platform()
-    by_file = mapped.by_file_name()
-    wanted: dict[str, list[str]] = {}  # our name -> tensors of the files that this rank writes from it
-    for name, pieces in by_file.items():
-        if plan.entries[name].file in owned:
-            wanted.setdefault(pieces[0].our_name if pieces else "", []).append(name)
     files: dict[int, int] = {}
     failures: list[Exception] = []
 
@@ -299,22 +347,20 @@ def _write_files(
             except Exception as error:
                 failures.append(error)
 
-    def create() -> None:
-        for number in sorted(owned):
-            files[number] = create_file(aside.file(number), plan, number)
-
     def write(group: Iterable[str], whole: Mapping[str, Any]) -> None:
-        for name in [file_name for ours in group for file_name in wanted.get(ours, ())]:
+        for name in [file_name for ours in group for file_name in writers.wanted.get(ours, ())]:
             entry = plan.entries[name]
-            write_at(files[entry.file], assemble(entry, by_file[name], whole), entry.start)
+            if entry.file not in files:
+                files[entry.file] = os.open(aside.file(entry.file), os.O_WRONLY)
+            write_at(files[entry.file], assemble(entry, writers.pieces[name], whole), entry.start)
 
     try:
-        attempt(create)
-        for group in mapped.groups:
+        for group in writers.groups:
             whole = {}
             for name in group:
-                value = tensors[name]
-                whole[name] = platform.raw_array(value.full_tensor() if isinstance(value, DTensor) else value)
+                if name in tensors:
+                    value = tensors[name]
+                    whole[name] = platform.raw_array(value.full_tensor() if isinstance(value, DTensor) else value)
             attempt(functools.partial(write, group, whole))
         for descriptor in files.values():
             attempt(functools.partial(os.fsync, descriptor))

@@ -4,7 +4,7 @@ shapes where the model has no memory yet."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from hyper_parallel.core.pipeline_parallel.stages.stream_arguments import stream_of
@@ -27,20 +27,24 @@ class StreamSpec:
 class Seen:
     """Paths of the modules that were called before the first block, the stream, and how many things blocks give.
 
-    ``num_outputs`` is 0 where a block gives the stream alone, and else the length of its tuple.
+    ``num_outputs`` is 0 where a block gives the stream alone, and else the length of its tuple. ``handed_on`` is the
+    stream behind the first block, or before it where that did not run.
     """
 
     before: tuple[str, ...]
     stream: StreamSpec
     num_outputs: int
+    handed_on: Any = field(default=None, compare=False)
 
 
 class _Enough(Exception):
     """Leaves the run."""
 
 
-def look(model: Any, blocks: Sequence[str], inputs: Mapping[str, Any]) -> Seen:
+def look(model: Any, blocks: Sequence[str], inputs: Mapping[str, Any], *, at_second: bool = True) -> Seen:
     """Run the model on ``inputs`` until its second block is called, without gradients.
+
+    Without ``at_second`` until the first one has run: where blocks have hooks that must be called in pairs.
 
     A model without memory runs on shapes; what its first block cannot do on shapes does not matter.
     """
@@ -66,15 +70,25 @@ def look(model: Any, blocks: Sequence[str], inputs: Mapping[str, Any]) -> Seen:
 
     def keep(module: Any, args: Any, output: Any) -> None:
         outputs.append(output)
-        if len(blocks) == 1:
+        if len(blocks) == 1 or not at_second:
             raise _Enough
 
     for path, module in modules.items():
         handles.append(_platform.register_forward_pre_hook(module, note(path), prepend=True, with_kwargs=True))
     handles.append(_platform.register_forward_hook(modules[blocks[0]], keep))
+    # Some models make a cache for all blocks first and fail on one block's; others look at values without one.
+    keeps_cache = bool(getattr(getattr(model, "config", None), "use_cache", False))
     try:
         with _platform.no_grad():
-            model(**inputs)
+            try:
+                model(**inputs)
+            except _Enough:
+                raise
+            except Exception:
+                if streams or not keeps_cache:
+                    raise
+                called.clear()
+                model(**{**inputs, "use_cache": False})
     except _Enough:
         pass
     except Exception as error:
@@ -101,7 +115,9 @@ def look(model: Any, blocks: Sequence[str], inputs: Mapping[str, Any]) -> Seen:
             "to hand on: pass it as the block's first argument"
         )
     num_outputs = len(outputs[0]) if outputs and isinstance(outputs[0], (tuple, list)) else 0
-    return Seen(tuple(dict.fromkeys(called)), StreamSpec(tuple(stream.shape), stream.dtype), num_outputs)
+    spec = StreamSpec(tuple(stream.shape), stream.dtype)
+    handed_on = (outputs[0][0] if num_outputs else outputs[0]) if outputs else stream
+    return Seen(tuple(dict.fromkeys(called)), spec, num_outputs, handed_on)
 
 
 class _HandedOn(Exception):
@@ -120,6 +136,6 @@ def _check_handed_on(path: str, output: Any, args: Any, kwargs: Any) -> None:
 
 
 def _without_memory(value: Any) -> Any:
-    if not _platform.is_tensor(value):
+    if not _platform.is_tensor(value) or _platform.has_no_memory(value):
         return value
-    return _platform.new_tensor(tuple(value.shape), value.dtype, _platform.meta_device)
+    return _platform.zeros(tuple(value.shape), value.dtype, _platform.meta_device)  # a dry run keeps integers' values

@@ -1,7 +1,8 @@
 """What a stage has in place of modules that run before its blocks and belong to stage 0: the shape of their output.
 
 Models ask the stream for its shape, dtype and device before the first block, to make positions and masks; its values
-are replaced. So a hole gives zeros of the right shape, of which one is kept.
+are replaced. So a hole gives zeros of the right shape, which models may write to, on the device where the stage runs:
+some move their ids to that of the embedding, and what was taken out of the model has none.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hyper_parallel.core.dtensor.distributed_tensor import DTensor
 from hyper_parallel.platform import get_platform
 
 __all__ = ["hole_of"]
@@ -17,26 +17,24 @@ __all__ = ["hole_of"]
 _platform = get_platform()
 
 
-def hole_of(path: str, module: Any) -> Callable[[Any], Any]:
-    """What gives zeros like the output of a module for its input: of an embedding, a linear layer or a norm."""
+def hole_of(path: str, module: Any) -> Callable[[Any, Any, Any], Any]:
+    """What gives zeros like the output of a module for its input, on a device and in a dtype (None: its parameters').
+
+    Of an embedding, a linear layer or a norm.
+    """
     own = _platform.own_parameters(module)
     dtype = next(iter(own.values())).dtype
     dims = _platform.linear_weight_dims(module)
     if _platform.is_embedding_module(module):
         width = own[_platform.weight_name(module)].shape[-1]
-        return lambda ids: _zeros((*ids.shape, width), ids, dtype)
+        return lambda ids, device, given: _platform.zeros((*ids.shape, width), given or dtype, device)
     if dims is not None:
         size = own[_platform.weight_name(module)].shape[dims[0]]
-        return lambda x: _zeros((*x.shape[:-1], size), x, dtype)
+        return lambda x, device, given: _platform.zeros((*x.shape[:-1], size), given or dtype, device)
     if all(len(parameter.shape) == 1 for parameter in own.values()):
-        return lambda x: _zeros(tuple(x.shape), x, dtype)
+        return lambda x, device, given: _platform.zeros(tuple(x.shape), given or dtype, device)
     raise ValueError(
         f"split_stages: '{path}' ({type(module).__name__}) runs before the blocks, and the shape of what it gives "
         "cannot be told on stages without it; embeddings, linear layers and norms may stand there: move it into "
         "the first block"
     )
-
-
-def _zeros(shape: tuple[int, ...], like: Any, dtype: Any) -> Any:
-    like = like.to_local() if isinstance(like, DTensor) else like
-    return _platform.zeros_without_memory(shape, like, dtype)

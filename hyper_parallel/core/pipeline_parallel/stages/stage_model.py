@@ -1,10 +1,11 @@
-"""A stage of a model: the model's own class and forward, with the modules of other stages emptied.
+"""The stages of a model that a rank holds: the model's own class and forward, with what others hold taken out.
 
 Note [Hollow models]
 The forward of the whole model runs on every stage, so positions, masks and whatever else is made of the inputs are made
 where they are needed. Blocks of other stages hand their input on, modules before the blocks give shapes only
 (``holes.py``), the first own block takes the received stream in place of its input, and the first block behind the own
-ones leaves the run by an exception: what runs behind the blocks, such as a soft cap, must not touch the stream.
+ones leaves the run by an exception: what runs behind the blocks, such as a soft cap, must not touch the stream. A rank
+with several stages has one model with the blocks of all of them, and each call says which stage runs.
 
 All of it is around the call of a module, in a subclass of its class: hooks of an emptied module do not run, and what a
 block computes again in backward (``recompute``, or a model's own checkpointing, which is around the call too) is the
@@ -14,14 +15,17 @@ block with the stream that it was given, whichever micro-batch is at work by the
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hyper_parallel.core.modules.first_names import note_first_names
+from hyper_parallel.core.modules.left_early import LeftEarly
 from hyper_parallel.core.pipeline_parallel.stages.holes import hole_of
 from hyper_parallel.core.pipeline_parallel.stages.refusals import check_call
 from hyper_parallel.core.pipeline_parallel.stages.split import Split
 from hyper_parallel.core.pipeline_parallel.stages.stream_arguments import stream_of, with_stream
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.shared.tensor_arguments import note_stage
 
 __all__ = ["StageModel"]
 
@@ -31,45 +35,50 @@ _kinds: dict[tuple[type, type], type] = {}
 _kinds_lock = threading.Lock()
 
 
-class _StageDone(Exception):
-    """Carries the stream out of the model. An ``Exception``: hooks that must always run do so for no other."""
-
-    def __init__(self, stream: Any) -> None:
-        super().__init__()
-        self.stream = stream
-
-
 class _Passage:
-    """What the modules of one stage know about the run at work."""
+    """What the modules of a rank know about the run at work."""
 
     def __init__(self, num_outputs: int) -> None:
         self.num_outputs = num_outputs
-        self.is_running = False
+        self.stage = -1  # none runs
         self.received: Any = None
         self.is_entered = False
-        self.blank: Any = None  # what the emptied blocks before the own ones give: the hole that the first was given
+        self.is_peek = False  # the call of the first block of the stage is enough
+        self.output: Any = None  # of the stage's own block that ran last
+        self.blank: Any = None  # what the blocks before the stage's own give: the hole that the first was given
 
 
 class _Role:
-    """One module's part in a stage."""
+    """One module's part in the stages: of a block which stage is its own and whether it is the first there, of what
+    runs before the blocks what it gives where stage 0 is not at work."""
 
-    def __init__(self, path: str, passage: _Passage, is_behind: bool = False, hole: Any = None) -> None:
-        self.path, self.passage, self.is_behind, self.hole = path, passage, is_behind, hole
+    def __init__(self, path: str, passage: _Passage, stage: int = 0, is_entry: bool = False, hole: Any = None) -> None:
+        self.path, self.passage, self.stage, self.is_entry, self.hole = path, passage, stage, is_entry, hole
 
 
-class _Emptied:
-    """A block of another stage."""
+class _StageBlock:
+    """A block: it runs in its own stage, hands its input on in later ones and ends the run in earlier ones."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         role: _Role = vars(self)[_ROLE]
-        if not role.passage.is_running:
+        passage = role.passage
+        if role.stage == passage.stage:
+            if role.is_entry:
+                args, kwargs = _entered(role, args, kwargs)
+            else:
+                _check_handed_on(role, stream_of(role.path, args, kwargs))
+            outputs = super().__call__(*args, **kwargs)  # type: ignore[misc]
+            passage.output = outputs[0] if isinstance(outputs, (tuple, list)) else outputs
+            return outputs
+        if passage.stage < 0:
             raise RuntimeError(
-                f"the block '{role.path}' belongs to another stage of this model: call the StageModel, not the model"
+                f"the block '{role.path}' ran outside of a call of its stage: call the StageModel, not the model, and "
+                "recompute() blocks before the model is cut"
             )
         stream = stream_of(role.path, args, kwargs)
-        if role.is_behind:
-            raise _StageDone(stream)
-        passage = role.passage
+        if role.stage > passage.stage:
+            _check_handed_on(role, stream)
+            raise LeftEarly(stream)
         if passage.is_entered:
             raise RuntimeError(
                 f"the block '{role.path}' of an earlier stage ran behind blocks of this one: give split_stages blocks= "
@@ -79,121 +88,148 @@ class _Emptied:
         return (passage.blank, *[None] * (passage.num_outputs - 1)) if passage.num_outputs else passage.blank
 
 
-class _Hole:
-    """A module before the blocks that stage 0 has."""
+def _check_handed_on(role: _Role, stream: Any) -> None:
+    """Refuse a model that computes between its blocks: a residual around a block is lost where the block is empty."""
+    given = role.passage.output
+    if stream is given or given is None or not _platform.is_tensor(stream):
+        return
+    if tuple(stream.shape) != tuple(given.shape) or not _platform.shares_memory(stream, given):
+        raise ValueError(
+            f"what the block '{role.path}' takes is not what the block before it gave, and what a model computes "
+            "between its blocks, such as a residual around them, is not there on other stages: move it into the blocks"
+        )
+
+
+def _entered(role: _Role, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of the first block of the stage that runs: with what was received."""
+    passage = role.passage
+    if passage.is_entered and passage.received is not None:
+        raise RuntimeError(
+            f"the block '{role.path}' was called twice in one run, so stages cannot tell what comes in: models "
+            "whose blocks run several times cannot be cut"
+        )
+    passage.is_entered = True
+    if passage.is_peek:
+        raise LeftEarly(stream_of(role.path, args, kwargs))
+    return (args, kwargs) if passage.received is None else with_stream(role.path, args, kwargs, passage.received)
+
+
+class _BeforeBlocks:
+    """A module before the blocks, which stage 0 runs; in others it gives the shape of its output."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         role: _Role = vars(self)[_ROLE]
-        return role.hole(stream_of(role.path, args, kwargs))
-
-
-class _Entered:
-    """The first block of a stage: it takes what was received."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        role: _Role = vars(self)[_ROLE]
-        passage = role.passage
-        if not passage.is_running:
-            raise RuntimeError(
-                f"the block '{role.path}' ran outside of a call of its stage: call the StageModel, not the model, and "
-                "recompute() blocks before the model is cut"
-            )
-        if passage.is_entered and passage.received is not None:
-            raise RuntimeError(
-                f"the block '{role.path}' was called twice in one run, so stages cannot tell what comes in: models "
-                "whose blocks run several times cannot be cut"
-            )
-        passage.is_entered = True
-        if passage.received is not None:
-            args, kwargs = with_stream(role.path, args, kwargs, passage.received)
+        if role.passage.stage > 0:
+            given, received = stream_of(role.path, args, kwargs), role.passage.received
+            like = given if received is None else received
+            return role.hole(given, like.device, None if received is None else received.dtype)
         return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
 
 class StageModel:
-    """Stage ``index`` of a split model, made in place: what belongs to other stages is taken out of ``model``.
+    """Stages ``stages`` of a split model, one or several, made in place: what belongs to others is taken out of it.
 
     The model may have its styles and recomputation already, and may be without memory: then ``materialize`` gives only
-    this part memory (``number_initial_values`` on the whole model before, for the values of one device). Names of
-    parameters stay those of the whole model. A call takes the stream of the stage before (None on the first) and the
-    inputs of the whole model, and gives the stream, or on the last stage what the model gives. No communication.
+    this part memory (``number_initial_values`` on the whole model before, for the values of one device). ``wrap`` is
+    called with the model once it holds this rank's part alone: ``fully_shard`` for instance. Names of parameters stay
+    those of the whole model. A call takes the stream of the stage before (None on the first) and the inputs of the
+    whole model, and gives the stream, or on the last stage what the model gives. No communication.
     """
 
-    def __init__(self, model: Any, split: Split, index: int) -> None:
-        if not 0 <= index < split.num_stages:
-            raise ValueError(f"StageModel: stage {index} of a model in {split.num_stages} stages; count from 0")
-        self.model, self.split, self.index = model, split, index
+    def __init__(
+        self,
+        model: Any,
+        split: Split,
+        stages: int | Sequence[int],
+        wrap: Callable[[Any], Any] | None = None,
+    ) -> None:
+        self.stages = (stages,) if isinstance(stages, int) else tuple(stages)
+        for index in self.stages:
+            if not 0 <= index < split.num_stages:
+                raise ValueError(f"StageModel: stage {index} of a model in {split.num_stages} stages; count from 0")
+        self.model, self.split = model, split
         self._passage = _Passage(split.num_outputs)
         self._keeps_cache = bool(getattr(getattr(model, "config", None), "use_cache", False))
-        self._hollow()
-
-    @property
-    def is_first(self) -> bool:
-        """Whether the stage has the model's inputs."""
-        return self.index == 0
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the stage gives the model's outputs."""
-        return self.index == self.split.num_stages - 1
+        self._hollow(wrap)
+        note_stage(self)
 
     def named_parameters(self) -> dict[str, Any]:
-        """The parameters of this stage, each under the first name that it has in the whole model."""
+        """The parameters of this rank's stages, each under the first name that it has in the whole model."""
         return self.split.own_parameters(self.model)
 
     def __call__(self, stream: Any = None, /, *args: Any, **inputs: Any) -> Any:
-        """Run the stage. forward: the collectives of its modules; backward: theirs."""
+        """Run the only stage. forward: the collectives of its modules; backward: theirs."""
+        if len(self.stages) > 1:
+            raise ValueError(f"this rank has the stages {self.stages}: call run(stage, stream, ...)")
+        return self.run(self.stages[0], stream, *args, **inputs)
+
+    def run(self, index: int, stream: Any, /, *args: Any, **inputs: Any) -> Any:
+        """Run stage ``index``. forward: the collectives of its modules; backward: theirs."""
+        split = self.split
         check_call(inputs)
-        if (stream is None) != self.is_first:
-            what = "takes no stream, the first one makes it" if self.is_first else "takes the stream of the one before"
-            raise ValueError(f"stage {self.index} of {self.split.num_stages} {what}: got {type(stream).__name__}")
+        if index not in self.stages:
+            raise ValueError(f"stage {index} is not one of this rank's, {self.stages}")
+        if (stream is None) != (index == 0):
+            what = "takes no stream, the first one makes it" if index == 0 else "takes the stream of the one before"
+            raise ValueError(f"stage {index} of {split.num_stages} {what}: got {type(stream).__name__}")
+        return self._run(index, stream, args, inputs)
+
+    def peek(self, index: int, /, **inputs: Any) -> Any:
+        """What stands in for the stream that stage ``index`` is to receive: zeros of its global shape."""
+        self._passage.is_peek = True
+        try:
+            return self._run(index, None, (), inputs)
+        finally:
+            self._passage.is_peek = False
+
+    def _run(self, index: int, stream: Any, args: tuple[Any, ...], inputs: dict[str, Any]) -> Any:
+        split, passage = self.split, self._passage
         if self._keeps_cache:
             inputs = {"use_cache": False, **inputs}
-        passage = self._passage
-        passage.is_running, passage.received, passage.is_entered = True, stream, False
+        passage.stage, passage.received, passage.is_entered = index, stream, False
         try:
             outputs = self.model(*args, **inputs)
-        except _StageDone as done:
-            self._check_entered()
-            return done.stream
+        except LeftEarly as left:
+            self._check_entered(index)
+            return left.outputs
         finally:
-            passage.is_running, passage.received, passage.blank = False, None, None
-        self._check_entered()
-        if not self.is_last:
-            behind = self.split.stages[self.index + 1][0]
+            passage.stage, passage.received, passage.blank, passage.output = -1, None, None, None
+        self._check_entered(index)
+        if index < split.num_stages - 1:
             raise RuntimeError(
-                f"stage {self.index} ran to the model's end without a call of '{behind}', the block behind its own: "
-                "give split_stages blocks= in the order in which they run"
+                f"stage {index} ran to the model's end without a call of '{split.stages[index + 1][0]}', the block "
+                "behind its own: give split_stages blocks= in the order in which they run"
             )
         return outputs
 
-    def _check_entered(self) -> None:
+    def _check_entered(self, index: int) -> None:
         if not self._passage.is_entered:
             raise RuntimeError(
-                f"stage {self.index} ended without a call of its first block '{self.split.stages[self.index][0]}': "
+                f"stage {index} ended without a call of its first block '{self.split.stages[index][0]}': "
                 "give split_stages blocks= in the order in which they run"
             )
 
-    def _hollow(self) -> None:
+    def _hollow(self, wrap: Callable[[Any], Any] | None) -> None:
         split, modules = self.split, dict(_platform.get_cells_and_names(self.model))
-        own = split.stages[self.index]
-        behind = None if self.is_last else split.stages[self.index + 1][0]
-        if isinstance(modules[own[0]], (_Emptied, _Entered)):
+        if isinstance(modules[split.stages[0][0]], _StageBlock):
             raise ValueError(f"StageModel: this {type(self.model).__name__} has been cut already; build it again")
-        for path in split.blocks:
-            if path not in own:
-                inside = [one for name, one in modules.items() if name == path or name.startswith(f"{path}.")]
-                _change(modules[path], _Emptied, _Role(path, self._passage, is_behind=path == behind))
-                for module in inside:
-                    _platform.take_out_tensors(module)
-        if not self.is_first:
-            for path in split.prologue:
-                hole = hole_of(path, modules[path])
-                _change(modules[path], _Hole, _Role(path, self._passage, hole=hole))
+        holes = {path: hole_of(path, modules[path]) for path in split.prologue}
+        for number, paths in enumerate(split.stages):
+            for path in paths if number not in self.stages else ():
+                for name, module in modules.items():
+                    if name == path or name.startswith(f"{path}."):
+                        _platform.take_out_tensors(module)
+        for number, paths in ((0, split.prologue), (split.num_stages - 1, split.epilogue)):
+            for path in paths if number not in self.stages else ():
                 _platform.take_out_tensors(modules[path])
-        _change(modules[own[0]], _Entered, _Role(own[0], self._passage))
-        if not self.is_last:
-            for path in split.epilogue:
-                _platform.take_out_tensors(modules[path])
+        if wrap is not None:
+            wrap(self.model)
+        for number, paths in enumerate(split.stages):
+            for path in paths:
+                role = _Role(path, self._passage, number, is_entry=path == paths[0])
+                _change(modules[path], _StageBlock, role)
+        for path, hole in holes.items():
+            _change(modules[path], _BeforeBlocks, _Role(path, self._passage, hole=hole))
         note_first_names(self.model, split.first_names)
 
 

@@ -1,0 +1,54 @@
+"""Models that write to what their embedding gives, and look at the device of its weight, on stages without it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+import hyper_parallel as hp
+from hyper_parallel.testing import threads
+
+only_on = "torch"  # MindSpore's cells have no weight on another device, and are not written to in place
+
+
+class _Careless(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids.to(self.embed.weight.device))
+        x *= 3.0
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def _loss(outputs: torch.Tensor, batch: Any) -> tuple[torch.Tensor, int]:
+    return (outputs * outputs).sum(), outputs.numel()
+
+
+def test_stages_of_a_model_that_writes_to_its_embeddings_output() -> None:
+    torch.manual_seed(0)
+    whole = _Careless().double()
+    ids = torch.randint(0, 11, (5, 3))
+    total, count = _loss(whole(ids), None)
+    (total / count).backward()
+    want = {name: one.grad for name, one in whole.named_parameters()}
+    whole.zero_grad()
+
+    def work() -> tuple[float, dict[str, Any]]:
+        run = hp.parallelize(copy.deepcopy(whole), "pp=2", schedule="zbv", microbatches=3, loss=_loss)
+        loss = run.forward_backward(input_ids=ids)
+        return loss.item(), {name: one.grad for name, one in run.named_parameters()}
+
+    found = threads(2).run(work)
+    assert {name for _, gradients in found for name in gradients} == set(want)
+    for loss, gradients in found:
+        assert abs(loss - (total / count).item()) < 1e-12
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, want[name], rtol=0, atol=1e-12, msg=name)
