@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import replace
 
 from hyper_parallel.models.llama_config import LlamaConfig
@@ -27,17 +26,3 @@ LLAMA_SIZES: dict[str, LlamaConfig] = {
     "llama-405b": replace(_size(128256, 16384, 126, 128, 8, 53248, 8192), rope_base=500000.0),
 }
 # fmt: on
-
-
-def llama_size(name: str) -> LlamaConfig:
-    """The sizes of that name.
-
-    >>> llama_size("llama-70b").num_blocks
-    80
-    """
-    found = LLAMA_SIZES.get(name.lower())
-    if found is None:
-        close = difflib.get_close_matches(name.lower(), LLAMA_SIZES, 1)
-        hint = f" (did you mean {close[0]!r}?)" if close else ""
-        raise ValueError(f"no model is called {name!r}{hint}; the names are {', '.join(LLAMA_SIZES)}")
-    return found

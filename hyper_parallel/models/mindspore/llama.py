@@ -10,7 +10,12 @@ import numpy as np
 from mindspore import Parameter, Tensor, mint, nn, ops
 from mindspore.common.initializer import Normal, initializer
 
+from hyper_parallel.core.context_parallel.attention import attention
+from hyper_parallel.core.context_parallel.blocks.visibility import Visibility
 from hyper_parallel.models.llama_config import LlamaConfig
+from hyper_parallel.models.mindspore.feed_forward import FeedForward, linear
+
+CAUSAL = Visibility(causal=True)
 
 
 class RMSNorm(nn.Cell):
@@ -42,26 +47,8 @@ class Attention(nn.Cell):
         key = self.key(x).reshape(batch, length, self.num_kv_heads, self.head_dim).transpose(0, 2, 1, 3)
         value = self.value(x).reshape(batch, length, self.num_kv_heads, self.head_dim).transpose(0, 2, 1, 3)
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
-        if self.num_heads != self.num_kv_heads:
-            shared = self.num_heads // self.num_kv_heads
-            key, value = (ops.repeat_interleave(part, shared, 1) for part in (key, value))
-        later = Tensor(np.triu(np.full((length, length), -np.inf, np.float32), 1))
-        scores = ops.matmul(query, key.transpose(0, 1, 3, 2)) * self.head_dim**-0.5 + later
-        mixed = ops.matmul(ops.softmax(scores, -1), value)
+        mixed = attention(query, key, value, visible=CAUSAL)
         return self.output(mixed.transpose(0, 2, 1, 3).reshape(batch, length, dim))
-
-
-class FeedForward(nn.Cell):
-    """SwiGLU: one projection is the other's gate."""
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        self.gate = linear(config.dim, config.hidden_dim)
-        self.up = linear(config.dim, config.hidden_dim)
-        self.down = linear(config.hidden_dim, config.dim, config.num_blocks)
-
-    def construct(self, x: Tensor) -> Tensor:
-        return self.down(ops.silu(self.gate(x)) * self.up(x))
 
 
 class Block(nn.Cell):
@@ -72,7 +59,7 @@ class Block(nn.Cell):
         self.attention_norm = RMSNorm(config.dim, config.norm_eps)
         self.attention = Attention(config)
         self.feed_forward_norm = RMSNorm(config.dim, config.norm_eps)
-        self.feed_forward = FeedForward(config)
+        self.feed_forward = FeedForward(config.dim, config.hidden_dim, config.num_blocks)
 
     def construct(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x), cos, sin)
@@ -89,7 +76,7 @@ class Llama(nn.Cell):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.dim, embedding_table=Normal(0.02))
-        self.blocks = nn.CellList([Block(config) for _ in range(config.num_blocks)])
+        self.blocks = nn.CellList([self.make_block(number) for number in range(config.num_blocks)])
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.head = linear(config.dim, config.vocab_size)
         if config.tie_head:
@@ -98,24 +85,29 @@ class Llama(nn.Cell):
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
+    def make_block(self, number: int) -> nn.Cell:
+        """The block of that number."""
+        return Block(self.config)
+
     def construct(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
-        length = ids.shape[1]
-        if length > self.config.max_length:
-            raise ValueError(f"Llama: {length} tokens, but max_length is {self.config.max_length}")
-        cos, sin = self.cos[:length], self.sin[:length]
+        cos, sin = self.angles(ids)
         x = self.embedding(ids)
         for block in self.blocks:
             x = block(x, cos, sin)
         logits = self.head(self.norm(x))
-        if labels is None:
-            return logits
-        return ops.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1))
+        return logits if labels is None else mean_cross_entropy(logits, labels)
+
+    def angles(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of the angles of the tokens' positions."""
+        length = ids.shape[1]
+        if length > self.config.max_length:
+            raise ValueError(f"{type(self).__name__}: {length} tokens, but max_length is {self.config.max_length}")
+        return self.cos[:length], self.sin[:length]
 
 
-def linear(num_inputs: int, num_outputs: int, num_blocks: int | None = None) -> nn.Dense:
-    """A projection without bias; with ``num_blocks`` one that leads back into the stream to which they all add."""
-    std = 0.02 if num_blocks is None else 0.02 / (2 * num_blocks) ** 0.5
-    return nn.Dense(num_inputs, num_outputs, weight_init=Normal(std), has_bias=False)
+def mean_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """The mean over all labels that are not -100."""
+    return ops.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1))
 
 
 def rotary_table(config: LlamaConfig) -> tuple[Tensor, Tensor]:

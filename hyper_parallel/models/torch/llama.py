@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hyper_parallel.models.llama_config import LlamaConfig
+from hyper_parallel.models.torch.feed_forward import FeedForward
 
 
 class Attention(nn.Module):
@@ -34,19 +35,6 @@ class Attention(nn.Module):
         return self.output(mixed.transpose(1, 2).reshape(batch, length, dim))
 
 
-class FeedForward(nn.Module):
-    """SwiGLU: one projection is the other's gate."""
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        self.gate = nn.Linear(config.dim, config.hidden_dim, bias=False)
-        self.up = nn.Linear(config.dim, config.hidden_dim, bias=False)
-        self.down = nn.Linear(config.hidden_dim, config.dim, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
-
-
 class Block(nn.Module):
     """Attention and feed-forward, each on the normalised input and added to it."""
 
@@ -55,7 +43,7 @@ class Block(nn.Module):
         self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.attention = Attention(config)
         self.feed_forward_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.feed_forward = FeedForward(config)
+        self.feed_forward = FeedForward(config.dim, config.hidden_dim)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.attention_norm(x), cos, sin)
@@ -77,7 +65,7 @@ class Llama(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_blocks))
+        self.blocks = nn.ModuleList(self.make_block(number) for number in range(config.num_blocks))
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
         if config.tie_head:
@@ -87,28 +75,39 @@ class Llama(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
         self.init_weights()
 
+    def make_block(self, number: int) -> nn.Module:
+        """The block of that number."""
+        return Block(self.config)
+
     def init_weights(self) -> None:
         """Normal weights; those that lead back into the residual stream smaller, the more blocks add to it."""
         for name, parameter in self.named_parameters():
             if parameter.ndim == 1:
                 nn.init.ones_(parameter)
             else:
-                into_stream = name.endswith(("output.weight", "down.weight"))
+                into_stream = name.endswith(("output.weight", "down.weight", "experts.down"))
                 nn.init.normal_(parameter, std=0.02 / (2 * self.config.num_blocks) ** 0.5 if into_stream else 0.02)
 
     def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
-        length = ids.shape[1]
-        if length > self.config.max_length:
-            raise ValueError(f"Llama: {length} tokens, but max_length is {self.config.max_length}")
-        cos, sin = self.cos[:length], self.sin[:length]
+        cos, sin = self.angles(ids)
         x = self.embedding(ids)
         for block in self.blocks:
             x = block(x, cos, sin)
         logits = self.head(self.norm(x))
-        if labels is None:
-            return logits
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # 8 bits are too few for a sum of losses
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return logits if labels is None else mean_cross_entropy(logits, labels)
+
+    def angles(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and sine of the angles of the tokens' positions."""
+        length = ids.shape[1]
+        if length > self.config.max_length:
+            raise ValueError(f"{type(self).__name__}: {length} tokens, but max_length is {self.config.max_length}")
+        return self.cos[:length], self.sin[:length]
+
+
+def mean_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The mean over all labels that are not -100."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # 8 bits are too few for a sum of losses
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 def rotary_table(config: LlamaConfig) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,29 @@
+"""How tokens of a call of a module travel, for code that calls the operator without saying it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["dispatch_options", "dispatching"]
+
+
+class _Options(threading.local):
+    """Of a rank, which is a thread where all are in one process."""
+
+    once_per_rank = False
+
+
+dispatch_options = _Options()
+
+
+@contextmanager
+def dispatching(once_per_rank: bool) -> Iterator[None]:
+    """Inside, rows travel once for each rank that has an expert of theirs, or once for each expert."""
+    before = dispatch_options.once_per_rank
+    dispatch_options.once_per_rank = once_per_rank
+    try:
+        yield
+    finally:
+        dispatch_options.once_per_rank = before
