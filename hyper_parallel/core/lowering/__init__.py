@@ -1,0 +1,1 @@
+"""Lowering: a parallel module's calls, recorded once, run as a plain local program."""

@@ -1,0 +1,71 @@
+"""Compiled programs: dispatch to 2e-6 relative, with the same collectives in the same order."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import hyper_parallel as hp
+from tests.lowering.training import count_of, largest_difference, train
+from tests.world import run_on_ranks
+
+only_on = "torch"
+
+CASES = [
+    ("ours", "tp=2", {"sequence_parallel": False}),
+    ("ours", "tp=2", {}),
+    ("ours", "dp_shard=2", {}),
+    ("llama", "tp=2", {}),
+    ("qwen3", "tp=2", {}),
+    ("gpt2", "tp=2", {}),
+    ("mixtral_without_balance", "tp=2", {}),
+    ("gpt2_dropout", "tp=2", {}),
+]
+
+
+class Half(nn.Module):
+    """The second half of a block, small enough to compile at every change."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 6, bias=False), nn.Linear(6, 4, bias=False)
+
+    def forward(self, x):
+        return x + self.down(F.silu(self.up(x)))
+
+
+def _half(backend):
+    torch.manual_seed(0)
+    mesh = hp.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model = nn.Sequential(Half())
+    hp.parallelize_module(model, mesh, {"0.up": hp.ColwiseParallel(), "0.down": hp.RowwiseParallel()})
+    lowering = hp.lower(model, "0", backend=backend) if backend else None
+    seen = []
+    with hp.CommRecorder() as recorder:
+        for step in range(3):
+            x = torch.randn(5, 4, generator=torch.Generator().manual_seed(step), requires_grad=True)
+            out = model(x)
+            out.square().sum().backward()
+            seen += [out.detach(), x.grad, *(one.grad.to_local().clone() for one in model.parameters())]
+            model.zero_grad()
+    return seen, [(one.op, one.shape) for one in recorder.records], lowering
+
+
+@run_on_ranks(2, timeout=300)
+def test_a_compiled_half_of_a_block():
+    want, order, _ = _half(None)
+    got, compiled_order, lowering = _half("inductor")
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-6, atol=2e-6)
+    assert compiled_order == order
+    assert not lowering.refusals and count_of(lowering, "lowered") == [2]
+
+
+@pytest.mark.sweep
+@run_on_ranks(2, timeout=900)
+def test_compiled_models():
+    for name, degrees, options in CASES:
+        want, _ = train(name, degrees, dtype=torch.float64, **options)
+        got, lowering = train(name, degrees, backend="inductor", dtype=torch.float64, **options)
+        assert largest_difference(got, want)[0] <= 2e-6, (name, degrees, options)
+        assert all(count_of(lowering, "lowered")) and not lowering.refusals, lowering
