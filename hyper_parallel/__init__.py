@@ -20,7 +20,10 @@ _SHARD = "hyper_parallel.core.shard"
 _MODULES = "hyper_parallel.core.modules"
 _FULLY_SHARD = "hyper_parallel.core.fully_shard"
 _PARALLEL = "hyper_parallel.parallel"
+_CONTEXT_PARALLEL = "hyper_parallel.core.context_parallel"
+_OWN_STAGES = "hyper_parallel.core.pipeline_parallel.own_stages"
 _TENSOR_PARALLEL = "hyper_parallel.core.tensor_parallel"
+_EXPERT_PARALLEL = "hyper_parallel.core.expert_parallel"
 _HOME_OF = {
     "get_platform": "hyper_parallel.platform",
     **dict.fromkeys(
@@ -29,7 +32,7 @@ _HOME_OF = {
     ),
     "DeviceMesh": f"{_DTENSOR}.device_mesh",
     "init_device_mesh": f"{_DTENSOR}.device_mesh",
-    "get_current_mesh": f"{_DTENSOR}.mesh_context",
+    "get_current_mesh": f"{_DTENSOR}.meshes.mesh_context",
     "Layout": f"{_DTENSOR}.layout",
     "Shard": f"{_DTENSOR}.placement_types",
     "Replicate": f"{_DTENSOR}.placement_types",
@@ -78,10 +81,24 @@ _HOME_OF = {
     "strict": f"{_SHARD}.dispatching.strict_mode",
     "ShardingPlan": f"{_MODULES}.sharding_plan",
     "shard_module": f"{_MODULES}.sharding_plan",
+    "Visibility": f"{_CONTEXT_PARALLEL}.blocks.visibility",
+    "attention": f"{_CONTEXT_PARALLEL}.attention",
+    **dict.fromkeys(("ContextParallel", "AsyncContextParallel"), f"{_CONTEXT_PARALLEL}.style"),
+    **dict.fromkeys(("attention_scheme", "explain_attention"), f"{_CONTEXT_PARALLEL}.blocks.schemes"),
     "Degrees": f"{_PARALLEL}.degrees",
     "Parallel": f"{_PARALLEL}.parallel",
     "next_token_loss": f"{_PARALLEL}.losses",
     "parallelize": f"{_PARALLEL}.parallelize",
+    "Table": "hyper_parallel.core.pipeline_parallel.table",
+    "BatchDimSpec": f"{_OWN_STAGES}.batch_dims",
+    "MetaStep": f"{_OWN_STAGES}.meta_step",
+    "MetaStepType": f"{_OWN_STAGES}.meta_step",
+    "PipelineStage": f"{_OWN_STAGES}.pipeline_stage",
+    "SharedParameterInfo": f"{_OWN_STAGES}.pipeline_stage",
+    **dict.fromkeys(
+        ("PipelineContext", "PipelineSchedule", "Schedule1F1B", "ScheduleGPipe", "ScheduleInterleaved1F1B"),
+        f"{_OWN_STAGES}.schedules",
+    ),
     "manual_seed": f"{_DTENSOR}.random.random_state",
     "draws_by_sample": f"{_DTENSOR}.random.by_sample",
     "without_samples": f"{_DTENSOR}.random.sample_address",
@@ -95,6 +112,8 @@ _HOME_OF = {
     "hugging_face_init": f"{_MODULES}.hugging_face_init",
     "number_initial_values": f"{_MODULES}.initial_values",
     "loss_parallel": f"{_TENSOR_PARALLEL}.loss",
+    **dict.fromkeys(("Lowering", "lower"), "hyper_parallel.core.lowering.lower"),
+    "LoweringMismatch": "hyper_parallel.core.lowering.verify",
     "parallelize_module": f"{_TENSOR_PARALLEL}.parallelize",
     **dict.fromkeys(
         (
@@ -108,6 +127,18 @@ _HOME_OF = {
             "SequenceParallel",
         ),
         f"{_TENSOR_PARALLEL}.style",
+    ),
+    "experts": f"{_EXPERT_PARALLEL}.experts_op",
+    **dict.fromkeys(
+        (
+            "AllToAllTokenDispatcher",
+            "BaseExpertParallel",
+            "DeredundencyTokenDispatcher",
+            "ExpertParallel",
+            "ExpertTensorParallel",
+            "TensorParallel",
+        ),
+        f"{_EXPERT_PARALLEL}.style",
     ),
 }
 

@@ -30,7 +30,7 @@ def merged_state(model: Any) -> dict[str, Any]:
     merged = {name: value for name, value in state.items() if not is_of_adapter(name)}
     parameters = _platform.named_state_parameters(model)
     with _platform.no_grad():
-        for path, module, adapter in adapted_layers(model):
+        for path, module, adapter in _layers_of(model, state):
             name = _joined(path, "weight")
             weight = state[name]
             tied = [other for other, one in parameters.items() if one is parameters[name] and other != name]
@@ -52,11 +52,12 @@ def save_adapters(model: Any, folder: Any, *, base: str | None = None) -> None:
 
     ``base`` is where the model is from, for programs that look for it.
     """
-    layers = list(adapted_layers(model))
-    if not layers:
+    state = _platform.get_model_state_dict(model, options=None)
+    layers = _layers_of(model, state)
+    described = _of_all_ranks({path: _described(module, adapter) for path, module, adapter in layers})
+    if not described:
         raise ValueError(f"save_adapters: {type(model).__name__} has no adapters; add_lora adds them")
     path = Path(folder)
-    state = _platform.get_model_state_dict(model, options=None)
     named = {
         f"base_model.model.{_joined(where, name)}.weight": state[_joined(where, name)]
         for where, _, _ in layers
@@ -67,23 +68,48 @@ def save_adapters(model: Any, folder: Any, *, base: str | None = None) -> None:
     if _platform.get_rank() == 0:
         (aside / "model.safetensors").replace(path / "adapter_model.safetensors")
         shutil.rmtree(aside)
-        (path / "adapter_config.json").write_text(json.dumps(_config(layers, base), indent=2) + "\n", encoding="utf-8")
+        (path / "adapter_config.json").write_text(
+            json.dumps(_config(described, base), indent=2) + "\n", encoding="utf-8"
+        )
     if _platform.get_world_size() > 1:
         _platform.barrier()
 
 
-def _config(layers: list[tuple[str, Any, Any]], base: str | None) -> dict[str, Any]:
-    adapter = layers[0][2]
+def _layers_of(model: Any, state: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Layers whose adapters this rank has: a stage of a pipeline has the modules of others without their parameters."""
+    return [one for one in adapted_layers(model) if _joined(one[0], DOWN) in state]
+
+
+def _described(module: Any, adapter: Any) -> dict[str, Any]:
+    return {
+        "r": adapter.rank,
+        "lora_alpha": adapter.alpha,
+        "lora_dropout": adapter.dropout,
+        "fan_in_fan_out": _platform.linear_weight_dims(module) == (1, 0),
+    }
+
+
+def _of_all_ranks(own: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """What any rank has, in the order of ranks: each stage of a pipeline has its own layers.
+
+    forward: all ranks tell their layers to all.
+    """
+    if _platform.get_world_size() == 1:
+        return own
+    everybody: list[Any] = [None] * _platform.get_world_size()
+    _platform.all_gather_object(everybody, own)
+    return {path: described for layers in everybody for path, described in layers.items()}
+
+
+def _config(layers: dict[str, dict[str, Any]], base: str | None) -> dict[str, Any]:
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
-        "r": adapter.rank,
-        "lora_alpha": adapter.alpha,
-        "lora_dropout": adapter.dropout,
-        "target_modules": [path for path, _, _ in layers],
+        **next(iter(layers.values())),
+        "fan_in_fan_out": any(described["fan_in_fan_out"] for described in layers.values()),
+        "target_modules": list(layers),
         "bias": "none",
-        "fan_in_fan_out": any(_platform.linear_weight_dims(module) == (1, 0) for _, module, _ in layers),
         "inference_mode": True,
         "init_lora_weights": True,
     }

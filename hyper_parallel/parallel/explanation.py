@@ -30,10 +30,16 @@ def explain(run: Parallel, batch: Mapping[str, Any]) -> str:
     """See :meth:`Parallel.explain`."""
     lines = [f"{run.name} on {run.mesh.size()} ranks, {run.degrees}"]
     lines += [f"  {axis} = {size}: {_MEANING[axis]}" for axis, size in run.degrees.sizes.items() if size > 1]
-    lines += ["", "parameters", *_parameters(run)]
+    if run.degrees.ep != 1:
+        lines.append(f"  ep = {run.degrees.ep}: blocks of experts, on neighbours along {_expert_axes(run)}")
+    lines += [*run.sequences.described(), "", "parameters", *_parameters(run)]
     if batch:
         lines += ["", "a step sends", *_communication(run, batch)]
     return "\n".join(lines)
+
+
+def _expert_axes(run: Parallel) -> str:
+    return " and ".join("dp_shard" if name == "ep" else name for name in run.expert_axes)
 
 
 def _parameters(run: Parallel) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from hyper_parallel.core.distributed_checkpoint.foreign.hugging_face import load_hugging_face, save_hugging_face
 from hyper_parallel.core.modules.deferred import materialize
+from hyper_parallel.core.modules.first_names import noted_first_names
 from hyper_parallel.core.modules.lora import is_of_adapter
 from hyper_parallel.parallel.adapter_files import merged_state
 from hyper_parallel.parallel.state_names import renamed_model, shared_names
@@ -41,9 +42,15 @@ def load_folder(parts: Sequence[Any], folder: Any, **options: Any) -> Any:
         _give_memory(part)
         state = _platform.get_model_state_dict(part, options=None)
         state = {name: value for name, value in state.items() if not is_of_adapter(name)}
-        state = renamed_model(state, shared_names(part))
+        state = renamed_model(_with_first_names(state, part), shared_names(part))
         found = load_hugging_face(state, folder, **options)
     return found
+
+
+def _with_first_names(state: dict[str, Any], model: Any) -> dict[str, Any]:
+    """With a tied parameter whose first name is another stage's also under that one: files have one of the two."""
+    first = noted_first_names(model)
+    return {**{first.get(name, name): value for name, value in state.items()}, **state}
 
 
 def _give_memory(model: Any) -> None:
@@ -76,7 +83,9 @@ def save_folder(model: Any, folder: Any, *, tokenizer: Any = None, **options: An
     tokenizer's files.
     """
     path = Path(folder)
-    save_hugging_face(renamed_model(merged_state(model), shared_names(model)), path, **options)
+    first = noted_first_names(model)
+    state = {first.get(name, name): value for name, value in merged_state(model).items()}
+    save_hugging_face(renamed_model(state, shared_names(model)), path, **options)
     if _platform.get_rank() == 0:
         for name in ("config", "generation_config"):
             save = getattr(getattr(model, name, None), "save_pretrained", None)

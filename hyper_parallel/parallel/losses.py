@@ -9,7 +9,8 @@ Three ways, in this order:
 * any other model that returns its loss when it is given ``labels``: the mean over those that are not -100.
 
 Auxiliary losses (of routers) are means over the rows of a part: each part counts by its share of the rows, so they
-count once, whatever the number of parts.
+count once, whatever the number of parts. A model tells them apart as ``auxiliary`` beside its ``loss``
+(``models.MixtureLoss``), a Hugging Face model by its config.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from hyper_parallel.core.context_parallel.batch import current_order
 from hyper_parallel.core.shard.dispatching.mixing import implicit_replication
 from hyper_parallel.parallel.counts import IGNORED, Counts, num_targets, plain
 from hyper_parallel.platform import get_platform
@@ -50,6 +52,8 @@ class GivenLoss:
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
         self.count_of = getattr(function, "count", None)
+        #: Whether the outputs at a token are compared with the label of the next one; None: not known.
+        self.shifts_labels: bool | None = getattr(function, "shifts_labels", None)
 
     def counts(self, batch: Mapping[str, Any], rows: int, like: Any) -> Counts:
         known = Counts.of({}, rows, like)
@@ -62,9 +66,13 @@ class GivenLoss:
         """Whether the number of targets is known before the model runs."""
         return self.count_of is not None
 
+    def inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """What the model is given of a batch."""
+        return {name: value for name, value in batch.items() if name not in ("labels", "shift_labels")}
+
     def sum_and_count(self, model: Any, batch: Mapping[str, Any]) -> tuple[Any, Any]:
         with implicit_replication():
-            outputs = model(**{name: value for name, value in batch.items() if name != "labels"})
+            outputs = model(**self.inputs(batch))
             found = self.function(outputs, batch)
             if not isinstance(found, tuple) or len(found) != 2:
                 raise TypeError(
@@ -81,6 +89,7 @@ class LabelledLoss:
     """A model that returns the mean over its labels that are not -100."""
 
     is_counted_before = True
+    shifts_labels: bool | None = None
 
     def counts(self, batch: Mapping[str, Any], rows: int, like: Any) -> Counts:
         if "labels" not in batch:
@@ -90,29 +99,45 @@ class LabelledLoss:
             )
         return Counts.of(batch, rows, like)
 
+    def inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """What the model is given of a batch."""
+        return dict(batch)
+
     def share(self, model: Any, batch: Mapping[str, Any], part: Counts, total: Counts) -> Any:
         outputs = model(**batch)
-        return _part_of_mean(plain(_loss_in(model, outputs)), part.targets, total.targets)
+        loss, auxiliary = plain(_loss_in(model, outputs)), self._auxiliary(outputs)
+        return _with_auxiliary(loss, auxiliary, part, total, is_divided=False)
+
+    def _auxiliary(self, outputs: Any) -> Any:
+        """What the model has added to its loss beside the mean over its labels."""
+        value = getattr(outputs, "auxiliary", None)
+        return plain(value) if _platform.is_tensor(value) else None
 
 
 class HuggingFaceLoss(LabelledLoss):
     """A model of transformers. Its loss function is replaced by one that says which number it was to divide by."""
 
     def __init__(self, model: Any) -> None:
-        self._model = model
+        self._model, self._name = model, type(model).__name__
         configs = [getattr(module, "config", None) for _, module in _platform.get_cells_and_names(model)]
         self._configs: list[Any] = list({id(one): one for one in configs if hasattr(one, "use_cache")}.values())
         self._total: Counts | None = None
         self._divided = False
+        self._has_shifted = False  # whether the batch has shift_labels
         original = getattr(model, "loss_function", None)
         if original is not None:
             model.loss_function = self._told(original)
+            name = getattr(original, "__name__", "")
+            self.shifts_labels = name == "ForCausalLMLoss" if name in _DIVIDES else None
 
     def _told(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def loss_function(*args: Any, **kwargs: Any) -> Any:
             name = getattr(original, "__name__", "")
             if self._total is not None and name in _DIVIDES:
                 is_shifted = name == "ForCausalLMLoss" and kwargs.get("shift_labels") is None
+                if name == "ForCausalLMLoss" and current_order() is not None:  # shifted before they were permuted
+                    kwargs["shift_labels"] = kwargs["labels"] if "labels" in kwargs else args[1]
+                    is_shifted = not self._has_shifted
                 kwargs["num_items_in_batch"] = self._total.shifted if is_shifted else self._total.targets
                 self._divided = True
             return original(*args, **kwargs)
@@ -121,6 +146,7 @@ class HuggingFaceLoss(LabelledLoss):
 
     def share(self, model: Any, batch: Mapping[str, Any], part: Counts, total: Counts) -> Any:
         self._total, self._divided = total, False
+        order, self._has_shifted = current_order(), batch.get("shift_labels") is not None
         caching = [config for config in self._configs if config.use_cache]
         for config in caching:  # Keys and values for tokens to come: recomputed blocks would add theirs once more.
             config.use_cache = False
@@ -131,11 +157,12 @@ class HuggingFaceLoss(LabelledLoss):
             for config in caching:
                 config.use_cache = True
         loss, auxiliary = plain(_loss_in(model, outputs)), self._auxiliary(outputs)
-        if auxiliary is not None:
-            loss = loss - auxiliary
-        if not self._divided:
-            loss = _part_of_mean(loss, part.targets, total.targets)
-        return loss if auxiliary is None else loss + auxiliary * (part.rows / total.rows)
+        if order is not None and not self._divided:
+            raise ValueError(
+                f"{self._name} computes its loss by itself, in the order of tokens, and these lie in {order.name} "
+                "order; write order='contiguous', or tell parallelize how it is computed, by loss="
+            )
+        return _with_auxiliary(loss, auxiliary, part, total, is_divided=self._divided)
 
     def _auxiliary(self, outputs: Any) -> Any:
         """What the model has added to its loss for its routers."""
@@ -162,6 +189,8 @@ class _NextTokenLoss:
     ``batch["shift_labels"]``, the token behind each position.
     """
 
+    shifts_labels = True
+
     def __call__(self, outputs: Any, batch: Mapping[str, Any]) -> tuple[Any, Any]:
         logits = getattr(outputs, "logits", outputs)
         targets = self._targets(batch)
@@ -186,6 +215,15 @@ class _NextTokenLoss:
 
 
 next_token_loss = _NextTokenLoss()
+
+
+def _with_auxiliary(loss: Any, auxiliary: Any, part: Counts, total: Counts, is_divided: bool) -> Any:
+    """The share of a part's loss, which has ``auxiliary`` in it: that by rows, the rest by targets if not yet so."""
+    if auxiliary is not None:
+        loss = loss - auxiliary
+    if not is_divided:
+        loss = _part_of_mean(loss, part.targets, total.targets)
+    return loss if auxiliary is None else loss + auxiliary * part.rows / total.rows
 
 
 def _part_of_mean(mean: Any, count: Any, total: Any) -> Any:

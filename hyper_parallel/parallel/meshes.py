@@ -9,10 +9,17 @@ every run and a checkpoint needs no other knowledge. The views are sub-meshes of
 * ``loss``: ``batch`` and cp: whoever has its own tokens, so the ranks over which counts and losses are summed;
 * ``data``: (dp_replicate, dp_shard, cp): fully_shard replicates over the first and shards over the others;
 * ``compute``: (cp, tp): the ranks that work on the same samples, on which activations are distributed tensors.
+
+Note [Where experts lie]
+------------------------
+Experts are sharded by expert over ``ep`` ranks: neighbours along dp_shard, which is then two axes of the mesh, edp and
+ep; where ep says so, over all of tp, cp or both too. To the experts these axes are model axes: on each rank along them
+there are other experts, to which tokens travel, so gradients of experts are summed over the data axes that are left.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -30,14 +37,28 @@ class Meshes:
     """The mesh of a run; see Note [One mesh]."""
 
     world: DeviceMesh
+    expert_axes: tuple[str, ...] = ()  # over which experts are sharded, outermost first
+
+    def _view(self, *names: str) -> DeviceMesh:
+        return self.world[names]
+
+    @cached_property
+    def dp_shard(self) -> tuple[str, ...]:
+        """The axes of the mesh that are dp_shard; see Note [Where experts lie]."""
+        return ("edp", "ep") if "ep" in (self.world.mesh_dim_names or ()) else ("dp_shard",)
+
+    @property
+    def parameter_axes(self) -> tuple[str, ...]:
+        """Over which dense parameters are sharded."""
+        return (*self.dp_shard, "cp")
 
     @cached_property
     def batch(self) -> DeviceMesh:
-        return self.world["dp_replicate", "dp_shard"]
+        return self._view("dp_replicate", *self.dp_shard)
 
     @cached_property
     def loss(self) -> DeviceMesh:
-        return self.world["dp_replicate", "dp_shard", "cp"]
+        return self._view("dp_replicate", *self.parameter_axes)
 
     @property
     def data(self) -> DeviceMesh:
@@ -47,9 +68,19 @@ class Meshes:
     def compute(self) -> DeviceMesh:
         return self.world["cp", "tp"]
 
+    @cached_property
+    def expert_data(self) -> DeviceMesh:
+        """The data axes of experts."""
+        return self.world[tuple(name for name in self.data.mesh_dim_names or () if name not in self.expert_axes)]
+
+    @cached_property
+    def expert_compute(self) -> DeviceMesh:
+        """The axes on which experts and their tokens meet."""
+        return self.world["ep", "cp", "tp"] if "ep" in self.expert_axes else self.compute
+
     def batch_place(self) -> tuple[int, int]:
         """Which part of the batch is this rank's, and of how many."""
-        return self.batch.get_local_rank((0, 1)), self.batch.size()
+        return self.batch.get_local_rank(tuple(range(self.batch.ndim))), self.batch.size()
 
 
 def make_meshes(degrees: Degrees, mesh: DeviceMesh | None = None) -> tuple[Degrees, Meshes]:
@@ -61,8 +92,9 @@ def make_meshes(degrees: Degrees, mesh: DeviceMesh | None = None) -> tuple[Degre
         if current_member() is None:
             join()
         fitted = degrees.fit(get_platform().get_world_size())
-        shape = tuple(fitted.sizes.values())
-        return fitted, Meshes(init_device_mesh(_device_type(), shape, mesh_dim_names=AXES))
+        sizes, expert_axes = _split(fitted)
+        made = init_device_mesh(_device_type(), tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        return fitted, Meshes(made, expert_axes)
     names = mesh.mesh_dim_names
     if names is None or [name for name in AXES if name in names] != list(names):
         raise ValueError(
@@ -72,7 +104,37 @@ def make_meshes(degrees: Degrees, mesh: DeviceMesh | None = None) -> tuple[Degre
     fitted = degrees.fit(mesh.size())
     if fitted.sizes != sizes:
         raise ValueError(f"{mesh} is not what the degrees {fitted} say; give one of the two")
-    return fitted, Meshes(DeviceMesh(mesh.device_type, mesh.mesh.reshape(tuple(sizes.values())), AXES))
+    sizes, expert_axes = _split(fitted)
+    return fitted, Meshes(
+        DeviceMesh(mesh.device_type, mesh.mesh.reshape(tuple(sizes.values())), tuple(sizes)), expert_axes
+    )
+
+
+def _split(degrees: Degrees) -> tuple[dict[str, int], tuple[str, ...]]:
+    """The axes of the mesh with their sizes, and those over which experts are sharded; see Note [Where experts lie].
+
+    >>> _split(Degrees(dp_shard=4, tp=2, ep=2))[1], _split(Degrees(dp_shard=2, tp=2, ep=4))[1]
+    (('ep',), ('ep', 'tp'))
+    """
+    sizes, ep = degrees.sizes, int(degrees.ep)
+    if ep == 1:
+        return sizes, ()
+    for others in ((), ("tp",), ("cp",), ("cp", "tp")):
+        away = math.prod(sizes[name] for name in others)
+        if ep % away or sizes["dp_shard"] % (ep // away) or any(sizes[name] == 1 for name in others):
+            continue
+        inner = ep // away
+        if inner == 1:
+            return sizes, others
+        cut = {"edp": sizes["dp_shard"] // inner, "ep": inner}
+        made = {
+            new: size for name in sizes for new, size in (cut if name == "dp_shard" else {name: sizes[name]}).items()
+        }
+        return made, ("ep", *others)
+    raise ValueError(
+        f"degrees {degrees}: ep={ep} must divide dp_shard={sizes['dp_shard']}, or be such a divisor times "
+        f"tp={sizes['tp']}, cp={sizes['cp']} or both: experts lie on neighbours along dp_shard, and on all of tp or cp"
+    )
 
 
 def _device_type() -> str:

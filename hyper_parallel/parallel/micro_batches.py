@@ -13,9 +13,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hyper_parallel.core.context_parallel.batch import TokenOrder
 from hyper_parallel.platform import get_platform
 
-__all__ = ["MicroBatch", "micro_batches", "named_batch", "num_rows", "parts_of"]
+__all__ = ["MicroBatch", "input_names", "micro_batches", "named_batch", "num_rows", "parts_of"]
 
 _platform = get_platform()
 
@@ -27,6 +28,7 @@ class MicroBatch:
     values: dict[str, Any]
     first: int  # row of this rank's part
     rows: int  # 0: see Note [A part without rows]
+    order: TokenOrder | None = None  # of the tokens of each row; None: that of the sequence
 
 
 def parts_of(count: int, num_parts: int) -> list[tuple[int, int]]:
@@ -40,17 +42,22 @@ def parts_of(count: int, num_parts: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(ends))
 
 
+def input_names(model: Any) -> list[str]:
+    """The names of the model's inputs that may be given by position."""
+    return [
+        name
+        for name, parameter in inspect.signature(_platform.get_cell_construct(model)).parameters.items()
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD) and name != "self"
+    ]
+
+
 def named_batch(model: Any, args: tuple[Any, ...], batch: Mapping[str, Any]) -> dict[str, Any]:
     """The batch by the names of the model's arguments, also what was given by position."""
     if not args:
         return dict(batch)
     if isinstance(args[0], Mapping):
         raise TypeError("a batch is given by name, forward_backward(**batch), not as a dict")
-    names = [
-        name
-        for name, parameter in inspect.signature(_platform.get_cell_construct(model)).parameters.items()
-        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD) and name != "self"
-    ]
+    names = input_names(model)
     if len(args) > len(names):
         raise TypeError(f"{type(model).__name__} takes {len(names)} inputs ({', '.join(names)}), got {len(args)}")
     named = dict(zip(names, args, strict=False))

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from typing import Any
 
 from hyper_parallel.core.activation_memory.recompute import Recomputed
+from hyper_parallel.core.context_parallel.batch import ordered_tokens
 from hyper_parallel.core.distributed_checkpoint import state_dict as state_dicts
 from hyper_parallel.core.distributed_checkpoint.async_save import async_save
 from hyper_parallel.core.distributed_checkpoint.load import load
 from hyper_parallel.core.distributed_checkpoint.save import save
 from hyper_parallel.core.dtensor.random.by_sample import draws_by_sample
 from hyper_parallel.core.dtensor.random.random_state import initial_seed, manual_seed
-from hyper_parallel.core.dtensor.random.sample_address import at_address, current
 from hyper_parallel.core.dtensor.random.sample_rows import SampleRows
 from hyper_parallel.core.fully_shard.hsdp_module import HSDPModule
 from hyper_parallel.core.modules.deferred import materialize
@@ -28,7 +29,10 @@ from hyper_parallel.parallel.hugging_face import load_folder, require_memory, sa
 from hyper_parallel.parallel.losses import GivenLoss, LabelledLoss
 from hyper_parallel.parallel.meshes import Meshes
 from hyper_parallel.parallel.micro_batches import MicroBatch, micro_batches, named_batch, num_rows, parts_of
-from hyper_parallel.parallel.sequence_inputs import shard_sequences
+from hyper_parallel.parallel.part_runs import InTurn, PartRuns
+from hyper_parallel.parallel.pipeline import Pipeline
+from hyper_parallel.parallel.routed_tokens import RoutedTokens
+from hyper_parallel.parallel.sequence_inputs import Sequences, shard_sequences
 from hyper_parallel.parallel.state_names import renamed_model, renamed_optimizer, shared_names
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.shared.membership import current_member
@@ -41,11 +45,21 @@ _platform = get_platform()
 class Parallel:
     """A model that :func:`hyper_parallel.parallelize` has split, and what a training loop does with it.
 
-    Every rank calls every method, with its own part of a batch. Calling the object is the model's forward.
+    Every rank calls every method, with its own part of a batch. Calling the object is the model's forward; in stages,
+    without gradients, and its outputs are on ranks with the last one, None on others.
     """
 
+    lowering: Any = None  # what `compile` has lowered, a :class:`hyper_parallel.Lowering`
+
     def __init__(
-        self, model: Any, degrees: Degrees, meshes: Meshes, loss: GivenLoss | LabelledLoss, microbatches: int
+        self,
+        model: Any,
+        degrees: Degrees,
+        meshes: Meshes,
+        loss: GivenLoss | LabelledLoss,
+        microbatches: int,
+        pipeline: Pipeline | None = None,
+        sequences: Sequences | None = None,
     ) -> None:
         self.parts = [model]
         self.degrees = degrees
@@ -62,7 +76,11 @@ class Parallel:
         self.told: Any = None
         #: The targets and rows of the last step's whole batch, as tensors.
         self.counts: Counts | None = None
-        self._wrapper = model if isinstance(model, HSDPModule) else None
+        #: The stages of the model and their table; None where every rank has all of it.
+        self.pipeline = pipeline
+        self.sequences = sequences or Sequences()
+        self._runs: PartRuns = InTurn(model, degrees, meshes) if pipeline is None else pipeline
+        self._routed = RoutedTokens(self.parts, meshes.batch)
 
     @property
     def model(self) -> Any:
@@ -79,6 +97,11 @@ class Parallel:
     def mesh(self) -> Any:
         """The mesh of all ranks, with an axis for each degree."""
         return self._meshes.world
+
+    @property
+    def expert_axes(self) -> tuple[str, ...]:
+        """The axes of the mesh over which experts are sharded."""
+        return self._meshes.expert_axes
 
     # ---------------------------------------------------------------- a step
 
@@ -110,7 +133,8 @@ class Parallel:
         forward: all-reduces of the number of targets and of the loss over the ranks that share a batch, beside the
         model's; backward: the model's, and the reductions of gradients over the data axes.
         """
-        loss = self._step(named_batch(self.model, args, batch), backward=True)
+        with self._routed.counting():
+            loss = self._step(named_batch(self.model, args, batch), backward=True)
         self.step += 1
         return loss
 
@@ -124,8 +148,13 @@ class Parallel:
             _platform.set_training(self.model, was_training)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        batch = shard_sequences(named_batch(self.model, args, kwargs), self._meshes.compute)
-        return map_tensors(plain, self.model(**batch))
+        batch, order = self.sequences.ordered_values(named_batch(self.model, args, kwargs), self._loss)
+        with self.sequences.running(), ordered_tokens(order):
+            if self.pipeline is not None:
+                outputs = self.pipeline.outputs(batch, functools.partial(map_tensors, plain))
+            else:
+                outputs = map_tensors(plain, self.model(**shard_sequences(batch, self._meshes.compute)))
+        return self.sequences.restored(outputs, order)
 
     def _step(self, batch: dict[str, Any], backward: bool) -> Any:
         like = next((value for value in batch.values() if _platform.is_tensor(value)), None)
@@ -133,17 +162,23 @@ class Parallel:
             raise ValueError(f"the batch has no tensors; it has {', '.join(batch) or 'nothing'}")
         if not self._has_values:
             self._require_values(like)
+        with self.sequences.running():
+            return self._run_step(batch, like, backward)
+
+    def _run_step(self, batch: dict[str, Any], like: Any, backward: bool) -> Any:
         self._num_rows = num_rows(batch)
         parts = list(micro_batches(batch, self.microbatches))
         counts = [self._loss.counts(part.values, part.rows, like) for part in parts]
-        total, self.told = total_counts(counts, self._meshes.world, ("cp", "tp"), self.tell)
+        total, self.told = total_counts(counts, self._meshes.world, ("pp", "cp", "tp"), self.tell)
         self.counts = total
+        parts = [self.sequences.ordered(part, self._loss) for part in parts]
         if not self._loss.is_counted_before:
-            return self._step_counted_behind(parts, like, backward)
-        shares = []
-        for number, (part, count) in enumerate(zip(parts, counts, strict=True)):
-            shares.append(self._run(part, count, total, backward, is_last=number == len(parts) - 1))
-        return self._summed(shares)
+            return self._step_counted_behind(parts, backward)
+
+        def share(model: Any, number: int, values: dict[str, Any]) -> tuple[Any, ...]:
+            return (self._loss.share(model, values, counts[number], total),)
+
+        return self._summed([share for (share,) in self._runs.run(parts, share, self._draws, backward)])
 
     def _require_values(self, like: Any) -> None:
         """A model without memory runs where nobody looks at values: in a world that is silent, or on such inputs."""
@@ -154,56 +189,37 @@ class Parallel:
                 require_memory(part)
             self._has_values = True
 
-    def _run(self, part: MicroBatch, count: Counts, total: Counts, backward: bool, is_last: bool) -> Any:
-        values = self._prepared(part, is_last)
-        with self._draws(part):
-            share = self._loss.share(self.model, values, count, total)
-        if not part.rows:
-            share = share * 0
-        if backward:
-            self._backward(share)
-        return _platform.detached(share)
-
-    def _step_counted_behind(self, parts: list[MicroBatch], like: Any, backward: bool) -> Any:
+    def _step_counted_behind(self, parts: list[MicroBatch], backward: bool) -> Any:
         """A loss whose number of targets only the model's outputs tell: gradients of sums, divided at the end."""
-        assert isinstance(self._loss, GivenLoss)
+        loss = self._loss
+        assert isinstance(loss, GivenLoss)
         before = self._set_aside() if backward else {}
-        sums, numbers = [], []
-        for number, part in enumerate(parts):
-            values = self._prepared(part, number == len(parts) - 1)
-            with self._draws(part):
-                value, count = self._loss.sum_and_count(self.model, values)
-            if not part.rows:
-                value, count = value * 0, count * 0
-            if backward:
-                self._backward(value)
-            sums.append(_platform.detached(value))
-            numbers.append(count if _platform.is_tensor(count) else _platform.full_like(sums[-1], count))
-        total = self._summed(numbers)
+
+        def sum_and_count(model: Any, number: int, values: dict[str, Any]) -> tuple[Any, ...]:
+            value, count = loss.sum_and_count(model, values)
+            like = _platform.detached(value)
+            return value, count if _platform.is_tensor(count) else _platform.full_like(like, count)
+
+        found = self._runs.run(parts, sum_and_count, self._draws, backward)
+        total = self._summed([count for _, count in found])
         if backward:
             self._divide_gradients(total, before)
-        return self._summed(sums) / total
+        return self._summed([value for value, _ in found]) / total
 
-    @staticmethod
-    def _backward(loss: Any) -> None:
-        # Recomputation without memory leaves the address of its draws behind: PyTorch's fork_rng skips such devices.
-        with at_address(current.address):
-            _platform.backward(loss)
-
-    def _prepared(self, part: MicroBatch, is_last: bool) -> dict[str, Any]:
-        self._reduce_now(is_last)
-        return shard_sequences(part.values, self._meshes.compute)
-
-    def _draws(self, part: MicroBatch) -> AbstractContextManager[None]:
-        """Random numbers of the samples of a part, by their place in the whole batch.
+    @contextmanager
+    def _draws(self, part: MicroBatch) -> Iterator[None]:
+        """Random numbers of the samples of a part, by their place in the whole batch; and the order of its tokens.
 
         It is the one that :meth:`mine` gave them; where it was not asked, all ranks have as many as this one.
         """
+        self._routed.rows = part.rows
         begin, count = self._first_row
         rows = self._num_rows
         if count != rows:
             begin = self._place[0] * rows
-        return draws_by_sample(step=self.step, rows=SampleRows(begin + part.first, max(1, part.rows)))
+        rows_of_part = SampleRows(begin + part.first, max(1, part.rows))
+        with draws_by_sample(step=self.step, rows=rows_of_part), ordered_tokens(part.order):
+            yield
 
     def _set_aside(self) -> dict[str, Any]:
         named = dict(self.named_parameters())
@@ -222,29 +238,28 @@ class Parallel:
                 elif earlier is not None:
                     _platform.set_grad(parameter, earlier)
 
-    def _reduce_now(self, is_last: bool) -> None:
-        """Parameters that are replicated have room for whole gradients, and reduce them once, with the last part."""
-        if self._wrapper is None or self.microbatches == 1:
-            return
-        if self.degrees.sizes["dp_shard"] * self.degrees.sizes["cp"] == 1:
-            self._wrapper.set_requires_gradient_sync(is_last)
-        elif self.degrees.sizes["dp_replicate"] > 1:
-            self._wrapper.set_requires_all_reduce(is_last)
-
     def _summed(self, shares: Sequence[Any]) -> Any:
-        """The sum over the parts and the ranks that have rows of their own."""
+        """The sum over the parts and the ranks that have rows of their own; shares are with the last stage."""
+        axes: tuple[str, ...] = ("dp_replicate", *self._meshes.dp_shard)
+        if self.pipeline is not None:
+            axes = ("pp", *axes)
+            shares = [_platform.tensor_type_cast(share, self.pipeline.dtype) for share in shares]
+            shares = shares if self.pipeline.is_counted else [self.pipeline.nothing]
         total = shares[0]
         for share in shares[1:]:
             total = total + share
-        batch = self._meshes.batch
-        if batch.size() > 1:
-            total = _platform.all_reduce(_platform.copied(total), batch.get_group(("dp_replicate", "dp_shard")))
+        mesh = self._meshes.world[axes]
+        if mesh.size() > 1:
+            total = _platform.all_reduce(_platform.copied(total), mesh.get_group(axes))
         return total
 
     # ---------------------------------------------------------------- parameters and gradients
 
     def named_parameters(self) -> Iterator[tuple[str, Any]]:
-        """Every parameter by its name on one device, each once."""
+        """Every parameter of this rank by its name on one device, the first that it has there, each once."""
+        if self.pipeline is not None:
+            yield from self.pipeline.stages.named_parameters().items()
+            return
         seen: set[int] = set()
         for name, parameter in itertools.chain.from_iterable(
             _platform.parameters_dict(part).items() for part in self.parts
@@ -268,6 +283,8 @@ class Parallel:
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Any:
         """Scale the gradients down to the norm ``max_norm``; the norm before, that of one device."""
+        if self.pipeline is not None:
+            return self.pipeline.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
         return _platform.clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite)
 
     # ---------------------------------------------------------------- values

@@ -1,30 +1,38 @@
 """``parallelize``: one call that splits a model by degrees, on one page.
 
-In this order: the mesh; numbers for random values, which the whole model gives; equal values on all ranks; tensor
-parallelism and the sequence, by a plan for the whole model; recomputation of blocks; parameters sharded or replicated
-over the data axes, block by block.
+In this order: the mesh; numbers for random values, which the whole model gives; equal values on all ranks; experts in
+blocks; tensor parallelism and the sequence, by a plan for the whole model; recomputation of blocks; parameters sharded
+or replicated over the data axes, block by block.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from hyper_parallel.core.activation_memory.recompute import recompute as recompute_module
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
+from hyper_parallel.core.expert_parallel.routing_memory import keeps_routing
 from hyper_parallel.core.fully_shard.api import fully_shard, replicate
 from hyper_parallel.core.fully_shard.policies import CPUOffloadPolicy, MixedPrecisionPolicy
+from hyper_parallel.core.lowering.lower import BACKENDS, lower
 from hyper_parallel.core.modules.initial_values import number_initial_values
 from hyper_parallel.core.modules.numbered_blocks import number_blocks
+from hyper_parallel.core.pipeline_parallel.stages.stage_model import StageModel
+from hyper_parallel.core.pipeline_parallel.table import Table
 from hyper_parallel.core.tensor_parallel.parallelize import parallelize_module
 from hyper_parallel.core.tensor_parallel.parameter_styles import ReplicateParameters
 from hyper_parallel.core.tensor_parallel.single_device_code import SingleDeviceModel
-from hyper_parallel.parallel.degrees import REST, Degrees, as_degrees
+from hyper_parallel.parallel.degrees import Degrees, as_degrees
+from hyper_parallel.parallel.experts import ExpertShards, find_experts, shard_experts
 from hyper_parallel.parallel.losses import loss_for
 from hyper_parallel.parallel.meshes import Meshes, make_meshes
 from hyper_parallel.parallel.parallel import Parallel
+from hyper_parallel.parallel.pipeline import Pipeline, in_silent_world
+from hyper_parallel.parallel.sequence_inputs import Sequences
+from hyper_parallel.parallel.stages import split_model, stream_between, table_for
 from hyper_parallel.plans.for_model import for_model, unsharded
 from hyper_parallel.plans.roles import PlanError
 from hyper_parallel.plans.structure import structure_of
@@ -34,12 +42,6 @@ from hyper_parallel.platform.shared.framework_of import require_module
 __all__ = ["parallelize"]
 
 _platform = get_platform()
-
-_LATER = {
-    "pp": "pipelines are not there yet; leave pp at 1",
-    "ep": "experts are not sharded yet, and every rank of a line computes all of them; leave ep at 1",
-}
-_ATTENTION = ("auto", "gather")
 
 
 def parallelize(
@@ -55,11 +57,17 @@ def parallelize(
     mesh: DeviceMesh | None = None,
     plan: Any = None,
     sequence_parallel: bool = True,
-    microbatches: int = 1,
+    microbatches: int | None = None,
+    schedule: str | Table = "1f1b",
+    stages_per_rank: int | None = None,
+    stages: Sequence[int] | None = None,
+    balance: str | Sequence[float] = "time",
     precision: str | MixedPrecisionPolicy | None = None,
     recompute: str | Callable[..., Any] | None = None,
+    compile: bool | str = False,
     offload: bool = False,
     attention: str = "auto",
+    order: str = "contiguous",
     keep_whole: Iterable[str] = (),
     loss: Callable[..., Any] | None = None,
 ) -> Parallel:
@@ -72,11 +80,17 @@ def parallelize(
     ``mesh``: a mesh of the axes pp, dp_replicate, dp_shard, cp, tp, or some of them, in place of one of all ranks.
     ``plan``: how layers are split over tp: a dict from paths to styles, or a function from the model to one; default
     ``plans.for_model``. ``sequence_parallel`` and ``keep_whole`` are options of that.
-    ``microbatches``: parts in which this rank's rows run, one after the other.
+    ``microbatches``: parts in which this rank's rows run, one after the other; default 1, with pp twice its degree.
+    ``schedule``: under pp the name of a schedule (``hyper-parallel pipeline show`` draws them) or a ``Table`` of your
+    own; ``stages_per_rank`` for those that take any number. ``stages``: how many blocks each stage has; default:
+    balanced by ``"time"``, ``"bytes"`` or a list of costs.
     ``precision``: ``"bf16"``, ``"fp16"`` or a policy: dtype of the computation; parameters and sums keep their own.
     ``recompute``: ``"full"`` computes blocks again in backward; a policy ``(ctx, op, ...)`` says what is kept.
+    ``compile``: blocks run as recorded local programs, compiled (True or ``"inductor"``) or as they are (``"local"``).
     ``offload``: parameters, gradients and optimizer state in host memory.
-    ``attention``: ``"auto"`` or ``"gather"``: under cp each rank gathers keys and values.
+    ``attention``: under cp how queries meet the keys of other ranks: ``"ring"``, ``"ulysses"``, ``"gather"``,
+    ``"hybrid"``, or ``"auto"``, the cheapest. ``order``: how tokens lie on the ranks of cp: ``"contiguous"``, or
+    ``"zigzag"`` or ``"striped"`` for equal work in causal attention; batches are given and returned in their own order.
     ``loss``: ``fn(outputs, batch) -> (sum, count)``; without, the model gets ``labels`` and returns its loss.
 
     >>> import hyper_parallel as hp, torch
@@ -90,32 +104,64 @@ def parallelize(
     require_module("parallelize", model)
     given = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp, "pp": pp, "ep": ep}
     asked = as_degrees(degrees, **{axis: size for axis, size in given.items() if size is not None})
-    for axis, reason in _LATER.items():
-        if getattr(asked, axis) not in (1, REST):
-            raise ValueError(f"parallelize: {axis}={getattr(asked, axis)}: {reason}")
-    if attention not in _ATTENTION:
-        raise ValueError(
-            f"parallelize: attention={attention!r} is none of {', '.join(map(repr, _ATTENTION))}: under cp keys and "
-            "values are gathered; ring and ulysses are not there yet"
-        )
-    if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
+    Sequences(1, attention, order)
+    if microbatches is not None and (
+        isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1
+    ):
         raise ValueError(f"parallelize: microbatches is a number of parts from 1, got {microbatches!r}")
-    policy, kept = _precision(precision), _recompute(recompute)
+    policy, kept, backend = _precision(precision), _recompute(recompute), _backend(compile)
     fitted, meshes = make_meshes(asked, mesh)
+    num_ranks = fitted.sizes["pp"]
+    parts = microbatches or (2 * num_ranks if num_ranks > 1 else 1)
+    table = table_for(schedule, num_ranks, parts, stages_per_rank) if num_ranks > 1 else None
+    parts = parts if table is None else table.microbatches
+    split = None if table is None else split_model(model, table.stages.num_stages, stages, balance)
+    experts = find_experts(model, int(fitted.ep)) if meshes.expert_axes else {}
     found = loss_for(model, loss)
+    sequences = Sequences(fitted.sizes["cp"], attention, order)
+    sequences.prepare(model, found)
     blocks = [dict(_platform.get_cells_and_names(model))[path] for path in structure_of(model).blocks]
     if kept is not None and not blocks:
         raise ValueError(
             f"parallelize: recompute is by block, and {type(model).__name__} has no list of blocks (a ModuleList)"
         )
+    if backend is not None and not blocks:
+        raise ValueError(
+            f"parallelize: compile is by block, and {type(model).__name__} has no list of blocks (a ModuleList): "
+            "parallelize it without, and name its modules in hyper_parallel.lower"
+        )
     number_blocks(blocks)
     number_initial_values(model)
     _take_values_of_rank_0(model, meshes)
-    _split_layers(model, meshes, plan, sequence_parallel, keep_whole)
+    shard_experts(experts, meshes)
+    _split_layers(model, meshes, plan, sequence_parallel, keep_whole, tuple(experts))
+    stream = stream_between(model, meshes.compute) if table is not None and in_silent_world() else None
+    if experts and kept == {}:
+        kept = {"context_fn": keeps_routing}
     for block in blocks if kept is not None else ():
         recompute_module(block, **kept)  # type: ignore[arg-type]
-    _share_parameters(model, meshes, policy, offload)
-    return Parallel(model, fitted, meshes, found, microbatches)
+    lowering = lower(model, list(structure_of(model).blocks), backend=backend) if backend is not None else None
+    share = functools.partial(_share_parameters, meshes=meshes, policy=policy, offload=offload)
+    if table is None or split is None:
+        share(model)
+        run = Parallel(model, fitted, meshes, found, parts, sequences=sequences)
+        run.lowering = lowering
+        return run
+    own = StageModel(model, split, table.stages.stages_of(meshes.world["pp"].get_local_rank()), wrap=share)
+    run = Parallel(model, fitted, meshes, found, parts, Pipeline(own, table, meshes, found, stream), sequences)
+    run.lowering = lowering
+    return run
+
+
+def _backend(compile: bool | str) -> str | None:
+    """How blocks are lowered; None: they run by dispatch."""
+    if compile is False or compile is None:
+        return None
+    if compile is True:
+        return "inductor"
+    if compile not in BACKENDS:
+        raise ValueError(f"parallelize: compile is False, True, 'local' or 'inductor', got {compile!r}")
+    return compile
 
 
 def _precision(given: Any) -> MixedPrecisionPolicy | None:
@@ -155,20 +201,27 @@ def _take_values_of_rank_0(model: Any, meshes: Meshes) -> None:
                 _platform.load_into_param(tensor, values)
 
 
-def _split_layers(model: Any, meshes: Meshes, plan: Any, sequence_parallel: bool, keep_whole: Iterable[str]) -> None:
-    """Tensor parallelism over tp; activations are then distributed over (cp, tp)."""
+def _split_layers(
+    model: Any, meshes: Meshes, plan: Any, sequence_parallel: bool, keep_whole: Iterable[str], experts: tuple[str, ...]
+) -> None:
+    """Tensor parallelism over tp; activations are then distributed over (cp, tp). ``experts`` are sharded already."""
     compute = meshes.compute
     if compute.size() == 1:
         return
     is_split = compute.size("tp") > 1
     if plan is None:
         try:
-            between = sequence_parallel and is_split
-            plan = for_model(model, sequence_parallel=between, plain_outputs=False, keep_whole=tuple(keep_whole))
+            plan = for_model(
+                model,
+                sequence_parallel=sequence_parallel and is_split,
+                plain_outputs=False,
+                keep_whole=tuple(keep_whole),
+                experts=experts,
+            )
         except PlanError:
             if is_split:
                 raise
-            plan = unsharded(model)
+            plan = unsharded(model, experts)
     elif callable(plan):
         plan = plan(model)
     if compute.size("cp") > 1:
@@ -207,13 +260,14 @@ def _share_parameters(model: Any, meshes: Meshes, policy: MixedPrecisionPolicy |
     data = meshes.data
     if data.size() == 1 and policy is None and not offload:
         return
-    if data.size(("dp_shard", "cp")) == 1 and data.size() > 1 and not offload:
+    if data.size(meshes.parameter_axes) == 1 and data.size() > 1 and not offload:
         replicate(model, data, mp_policy=policy, compute_mesh=meshes.compute)
     else:
         fully_shard(
             model,
             mesh=data,
-            shard_axes=("dp_shard", "cp"),
+            shard_axes=meshes.parameter_axes,
+            shard_placement_fn=ExpertShards(meshes) if meshes.expert_axes else None,
             compute_mesh=meshes.compute,
             mp_policy=policy,
             offload_policy=CPUOffloadPolicy() if offload else None,

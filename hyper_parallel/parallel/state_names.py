@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from hyper_parallel.core.distributed_checkpoint.planning.flatten import Entries
 from hyper_parallel.platform import get_platform
 
 __all__ = ["renamed_model", "renamed_optimizer", "shared_names"]
@@ -29,5 +30,5 @@ def renamed_model(state: Mapping[str, Any], names: Mapping[str, str]) -> dict[st
 
 
 def renamed_optimizer(state: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """The state of an optimizer by other names of parameters."""
-    return {kind: renamed_model(by_name, names) for kind, by_name in state.items()}
+    """The state of an optimizer by other names of parameters; each is kept apart, as stages have different ones."""
+    return {kind: Entries(renamed_model(by_name, names)) for kind, by_name in state.items()}

@@ -24,6 +24,7 @@ from hyper_parallel.core.tensor_parallel.single_device_code import (
     SingleDeviceModel,
 )
 from hyper_parallel.core.tensor_parallel.style import ColwiseParallel, ParallelStyle, RowwiseParallel
+from hyper_parallel.plans.layers import is_below
 from hyper_parallel.plans.roles import BY_HAND, PlanError, Roles, read_roles
 from hyper_parallel.plans.structure import structure_of
 from hyper_parallel.platform import get_platform
@@ -39,6 +40,7 @@ def for_model(
     plain_outputs: bool = True,
     split_fused: bool = False,
     keep_whole: Iterable[str] = (),
+    experts: Iterable[str] = (),
 ) -> Plan:
     """The plan that cuts ``model``, made from its structure, for :func:`hyper_parallel.parallelize_module`.
 
@@ -46,7 +48,8 @@ def for_model(
     all-gather take the place of each all-reduce, and norms and dropout are shared out. With ``plain_outputs`` the model
     returns plain whole tensors, as on one device; without, logits stay cut on the vocabulary. With ``split_fused`` one
     weight for query, key and value, or for gate and up, becomes parameters of their own, which saves gathers and gives
-    them other names. Modules that match a path of ``keep_whole`` (with ``*`` and ``**``) are not cut. A model that
+    them other names. Modules that match a path of ``keep_whole`` (with ``*`` and ``**``) are not cut. ``experts`` are
+    paths of modules of experts whose parameters are laid out already, and which take distributed tokens. A model that
     cannot be read is a ``PlanError`` (a ValueError) that names the module.
 
     >>> from hyper_parallel import models
@@ -66,17 +69,19 @@ def for_model(
     if not (roles.columns or roles.attentions):
         raise PlanError(_nothing_to_shard(model))
     between = Shard(_sequence_dim(model, roles)) if sequence_parallel else Replicate()
-    plan = _plan_of(model, roles, between, split_fused)
+    experts = frozenset(experts)
+    plan = _plan_of(model, roles, between, split_fused, experts)
     plan.setdefault("", []).insert(0, SingleDeviceModel(plain_outputs=plain_outputs))
     for path in _called_alone(roles.blocks, paths):
         plan.setdefault(path, []).insert(0, SingleDeviceCode())
     return _with_stars({path: plan[path] for path in paths if path in plan}, paths)
 
 
-def unsharded(model: Any) -> Plan:
+def unsharded(model: Any, experts: Iterable[str] = ()) -> Plan:
     """The plan that leaves every parameter whole, for a model that ``for_model`` cannot read.
 
-    Its code runs on distributed activations as it is, but for mixtures of experts, which get whole ones.
+    Its code runs on distributed activations as it is, but for mixtures of experts, which get whole ones unless
+    ``experts`` has their modules.
     """
     platform = get_platform()
     modules = dict(platform.get_cells_and_names(model))
@@ -85,8 +90,14 @@ def unsharded(model: Any) -> Plan:
     for path in _called_alone(list(structure.blocks), list(modules)):
         plan.setdefault(path, []).append(SingleDeviceCode())
     for path in structure.mixtures:
+        if _has_experts(path, experts):
+            continue
         plan.setdefault(path, []).append(ComputeReplicated())
     return plan
+
+
+def _has_experts(mixture: str, experts: Iterable[str]) -> bool:
+    return any(path == mixture or is_below(path, mixture) for path in experts)
 
 
 def _called_alone(blocks: list[str], paths: list[str]) -> list[str]:
@@ -97,7 +108,9 @@ def _called_alone(blocks: list[str], paths: list[str]) -> list[str]:
     return [path for path in paths if path in blocks or path in owners - lists]
 
 
-def _plan_of(model: Any, roles: Roles, between: Placement, split_fused: bool) -> Plan:
+def _plan_of(
+    model: Any, roles: Roles, between: Placement, split_fused: bool, experts: frozenset[str] = frozenset()
+) -> Plan:
     platform = get_platform()
     plan: Plan = {}
 
@@ -118,18 +131,20 @@ def _plan_of(model: Any, roles: Roles, between: Placement, split_fused: bool) ->
     give(roles.attentions, ShardAttention if split_fused else lambda: ShardParameters(_PACKED))
     outs = [f"{path}.out_proj" if path else "out_proj" for path in roles.attentions]
     give(outs, lambda: ShardParameters({"weight": Shard(1)}))
-    give(roles.mixtures, lambda: ComputeReplicated(output=between))
+    mixtures = [path for path in roles.mixtures if not _has_experts(path, experts)]
+    give(mixtures, lambda: ComputeReplicated(output=between))
+    give((path for path in roles.mixtures if path not in mixtures), lambda: GatherInputs(output=between))
     give(roles.heads, GatherInputs)
     give(roles.heads, lambda: ColwiseParallel(use_local_output=False))
     sharded = {*roles.vocabularies, *roles.columns, *roles.rows, *roles.attentions, *outs, *roles.heads}
-    mixed = tuple(f"{path}." for path in roles.mixtures)
+    mixed = tuple(f"{path}." for path in mixtures)
     modules = list(platform.get_cells_and_names(model))
     # A parameter that a cut layer shares with the module around it (BERT's head: its bias) lies as the layer says.
     shared = {
         id(value) for path, module in modules if path in sharded for value in platform.own_parameters(module).values()
     }
     for path, module in modules:
-        if path in sharded or path in roles.mixtures or (mixed and path.startswith(mixed)):
+        if path in sharded or path in experts or path in mixtures or (mixed and path.startswith(mixed)):
             continue
         own = platform.own_parameters(module)
         replicated = [name for name, value in own.items() if id(value) not in shared]

@@ -7,7 +7,7 @@ import hyper_parallel as hp
 from hyper_parallel.testing import threads
 from tests.parallel.layouts import LAYOUTS
 
-GATHER, REDUCE, SUM = "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"
+GATHER, REDUCE, SUM, MOVE = "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "all_to_all_single"
 # Every block is larger than the smallest unit, so each is one; the rest of the model is another.
 SIZES = {"vocab_size": 37, "dim": 192, "num_heads": 4, "num_kv_heads": 4, "hidden_dim": 300, "max_length": 16}
 
@@ -15,7 +15,7 @@ SIZES = {"vocab_size": 37, "dim": 192, "num_heads": 4, "num_kv_heads": 4, "hidde
 def _counts(degrees, blocks, parts, sequence_parallel=True):
     torch.manual_seed(0)
     model = hp.models.Llama(hp.models.LlamaConfig(num_blocks=blocks, **SIZES))
-    run = hp.parallelize(model, degrees, microbatches=parts, sequence_parallel=sequence_parallel)
+    run = hp.parallelize(model, degrees, microbatches=parts, sequence_parallel=sequence_parallel, attention="gather")
     ids = torch.randint(37, (4, 9))
     for recorded in (False, True):  # the first step learns the order of the units
         run.zero_grad()
@@ -32,12 +32,13 @@ def _expected(degrees, blocks, parts):
     rest): gathered in forward and again in backward but for the last and the root; reduced once. Tensor parallelism
     with the sequence sharded: a reduce-scatter behind the embedding and each half of a block, a gather into each half
     and the head, as many in backward; each norm's gradient is summed, and the loss over the vocabulary takes three
-    sums. Context parallelism: keys and values of each block are gathered and their gradients scattered; logits and
-    labels are gathered by the model's flatten; token ids are checked together. Nothing for parameters besides units.
+    sums. Context parallelism: keys and values of each block are gathered and their gradients scattered; logits, labels
+    and the gradient of the logits move from tokens to rows by the model's flatten, and the loss over rows takes three
+    sums; token ids are checked together. Nothing for parameters besides units.
     """
     sizes = hp.Degrees(**{"dp_shard": 1, **_parsed(degrees)}).sizes
     units, halves = blocks + 1, 2 * blocks
-    found = {SUM: 1, GATHER: 0, REDUCE: 0}
+    found = {SUM: 1, GATHER: 0, REDUCE: 0, MOVE: 0}
     if sizes["dp_replicate"] * sizes["dp_shard"] > 1:
         found[SUM] += 1
     if sizes["dp_shard"] * sizes["cp"] > 1:
@@ -50,9 +51,10 @@ def _expected(degrees, blocks, parts):
         found[REDUCE] += parts * 2 * (halves + 1)
         found[SUM] += parts * (3 + halves + 1)
     if sizes["cp"] > 1:
-        found[GATHER] += parts * (2 * blocks + 2)
+        found[GATHER] += parts * 2 * blocks
         found[REDUCE] += parts * 2 * blocks
-        found[SUM] += parts
+        found[MOVE] += parts * 3
+        found[SUM] += parts * 4
     return {kind: count for kind, count in found.items() if count}
 
 

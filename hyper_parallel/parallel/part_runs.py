@@ -1,0 +1,72 @@
+"""How the parts of a batch run: one after the other through the whole model, or through the stages of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from hyper_parallel.core.dtensor.random.sample_address import at_address, current
+from hyper_parallel.core.fully_shard.hsdp_module import HSDPModule
+from hyper_parallel.parallel.degrees import Degrees
+from hyper_parallel.parallel.meshes import Meshes
+from hyper_parallel.parallel.micro_batches import MicroBatch
+from hyper_parallel.parallel.sequence_inputs import shard_sequences
+from hyper_parallel.platform import get_platform
+
+__all__ = ["InTurn", "Objective", "PartRuns", "weighted"]
+
+_platform = get_platform()
+
+#: (model, number of the part, its values) to tensors, of which the first is differentiated.
+Objective = Callable[[Callable[..., Any], int, dict[str, Any]], tuple[Any, ...]]
+Draws = Callable[[MicroBatch], AbstractContextManager[None]]
+
+
+class PartRuns(Protocol):
+    """What runs the parts of a batch."""
+
+    def run(
+        self, parts: Sequence[MicroBatch], objective: Objective, draws: Draws, backward: bool
+    ) -> list[tuple[Any, ...]]:
+        """What the objective gives for each part, without gradient; nothing on a rank that does not know."""
+
+
+class InTurn:
+    """One part after the other through the whole model."""
+
+    def __init__(self, model: Any, degrees: Degrees, meshes: Meshes) -> None:
+        self._model, self._meshes = model, meshes
+        self._wrapper = model if isinstance(model, HSDPModule) else None
+        self._sizes = degrees.sizes
+
+    def run(
+        self, parts: Sequence[MicroBatch], objective: Objective, draws: Draws, backward: bool
+    ) -> list[tuple[Any, ...]]:
+        """See :class:`PartRuns`. forward and backward: the model's collectives, in each part."""
+        results = []
+        for number, part in enumerate(parts):
+            self._reduce_now(len(parts), is_last=number == len(parts) - 1)
+            values = shard_sequences(part.values, self._meshes.compute)
+            with draws(part):
+                found = weighted(objective(self._model, number, values), part)
+            if backward:
+                # Recomputation without memory leaves the address of its draws behind: PyTorch's fork_rng skips those.
+                with at_address(current.address):
+                    _platform.backward(found[0])
+            results.append(tuple(map(_platform.detached, found)))
+        return results
+
+    def _reduce_now(self, num_parts: int, is_last: bool) -> None:
+        """Parameters that are replicated have room for whole gradients, and reduce them once, with the last part."""
+        if self._wrapper is None or num_parts == 1:
+            return
+        if self._sizes["dp_shard"] * self._sizes["cp"] == 1:
+            self._wrapper.set_requires_gradient_sync(is_last)
+        elif self._sizes["dp_replicate"] > 1:
+            self._wrapper.set_requires_all_reduce(is_last)
+
+
+def weighted(found: tuple[Any, ...], part: MicroBatch) -> tuple[Any, ...]:
+    """What an objective gives, of a part without rows nothing; see Note [A part without rows]."""
+    return found if part.rows else tuple(one * 0 for one in found)

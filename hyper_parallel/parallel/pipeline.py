@@ -1,0 +1,209 @@
+"""The model of a run in stages: how it is cut, its tables, and a step through them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+from hyper_parallel.core.fully_shard.hsdp_module import HSDPModule, unit_of
+from hyper_parallel.core.pipeline_parallel.action import Action, Kind, Value
+from hyper_parallel.core.pipeline_parallel.prepare import prepare
+from hyper_parallel.core.pipeline_parallel.runtime.agreement import demand_same_table
+from hyper_parallel.core.pipeline_parallel.runtime.boundary import TensorSpec, describe
+from hyper_parallel.core.pipeline_parallel.runtime.messages import Messages
+from hyper_parallel.core.pipeline_parallel.runtime.run_table import TableRun
+from hyper_parallel.core.pipeline_parallel.runtime.sharded_stage import ShardedStages, units_of_stages
+from hyper_parallel.core.pipeline_parallel.runtime.shared_gradients import SharedGradients
+from hyper_parallel.core.pipeline_parallel.runtime.stage_work import StageWork
+from hyper_parallel.core.pipeline_parallel.runtime.weight_gradients import split_backward
+from hyper_parallel.core.pipeline_parallel.stages.grad_norm import clip_grad_norm_of_stages
+from hyper_parallel.core.pipeline_parallel.stages.stage_model import StageModel
+from hyper_parallel.core.pipeline_parallel.table import Table
+from hyper_parallel.core.pipeline_parallel.tables import forward_only
+from hyper_parallel.parallel.losses import GivenLoss, LabelledLoss
+from hyper_parallel.parallel.meshes import Meshes
+from hyper_parallel.parallel.micro_batches import MicroBatch
+from hyper_parallel.parallel.part_runs import Draws, Objective, weighted
+from hyper_parallel.parallel.sequence_inputs import shard_sequences
+from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.shared.membership import current_member
+
+__all__ = ["Pipeline", "in_silent_world"]
+
+_platform = get_platform()
+
+
+class Pipeline:
+    """The stages of this rank, and what runs parts of a batch through all stages.
+
+    Every rank of a pipeline is given the same rows: later stages make masks and positions of them by themselves.
+    """
+
+    def __init__(
+        self,
+        stages: StageModel,
+        table: Table,
+        meshes: Meshes,
+        loss: GivenLoss | LabelledLoss,
+        stream: TensorSpec | None = None,
+        **options: Any,
+    ) -> None:
+        """``stream``: how what crosses is distributed, for a world in which nobody tells; ``options``: of prepare."""
+        self.stages, self._meshes, self._loss = stages, meshes, loss
+        self._pp: DeviceMesh = meshes.world["pp"]
+        self._group, self._place = self._pp.get_group(), self._pp.get_local_rank()
+        model, split = stages.model, stages.split
+        is_sharded = isinstance(model, HSDPModule)
+        self._sharded = ShardedStages([model], units_of_stages(model, split, stages.stages)) if is_sharded else None
+        self._options = {**options, "sharded": is_sharded}
+        #: What every rank does in a step, with its messages.
+        self.table = prepare(table, **self._options)
+        if any(step.kind is Kind.I for _, _, action in self.table for step in action.steps):
+            split_backward(model)
+        self._stream = stream
+        self._observe: Callable[[Action], None] | None = None
+        self._messages = Messages(self._group, meshes.compute, self._guess if in_silent_world() else None)
+        holders = {
+            name: [table.stages.rank_of[stage] for stage in holding]
+            for name, holding in split.shared.items()
+            if name in split.order
+        }
+        self._shared = SharedGradients(holders, stages.named_parameters, self._group)
+        self._runs: dict[Table, TableRun] = {}
+        self._parts: Sequence[MicroBatch] = ()
+        self._values: list[dict[str, Any]] = []
+        self._device: Any = None
+        self._objective: Any = None
+        self._draws: Any = None
+        self._found: dict[int, tuple[Any, ...]] = {}
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether this rank has the last stage, hence the loss."""
+        return self.table.stages.last in self.stages.stages
+
+    @functools.cached_property
+    def dtype(self) -> Any:
+        """In which losses travel: also ranks that do not have them must know it."""
+        is_wide = any("float64" in _platform.dtype_name(dtype) for dtype in self.stages.split.order.values())
+        return _platform.str_to_dtype("float64" if is_wide else "float32")
+
+    @property
+    def nothing(self) -> Any:
+        """The loss of a rank without the last stage."""
+        return _platform.zeros((), self.dtype, self._device)
+
+    # ---------------------------------------------------------------- a step
+
+    def run(
+        self, parts: Sequence[MicroBatch], objective: Objective, draws: Draws, backward: bool
+    ) -> list[tuple[Any, ...]]:
+        """See :class:`PartRuns`: results are on ranks with the last stage.
+
+        forward and backward: messages between neighbouring stages, and the model's collectives.
+        """
+        self._values = [shard_sequences(part.values, self._meshes.compute) for part in parts]
+        self._parts, self._objective, self._draws, self._found = parts, objective, draws, {}
+        table = self.table if backward else self._table_of_forwards(len(parts))
+        signatures = [_signature(values, self.stages.model) for values in self._values]
+        like = next(value for value in parts[0].values.values() if _platform.is_tensor(value))
+        before = self._shared.set_aside() if backward else {}
+        try:
+            self._device = self._device_for(like)
+            self._run_of(table).run(signatures, self._device)
+            if backward:
+                self._shared.add_up(before)
+            return [self._found[number] for number in sorted(self._found)]
+        finally:
+            self._values, self._parts, self._objective, self._draws, self._found = [], (), None, None, {}
+
+    def _run_of(self, table: Table) -> TableRun:
+        if table not in self._runs:
+            if not in_silent_world():
+                demand_same_table(table, self._group)
+            last = table.stages.last
+            work = {
+                stage: StageWork(functools.partial(self._call, stage), stage == last) for stage in self.stages.stages
+            }
+            self._runs[table] = TableRun(table, self._place, work, self._messages, self._sharded)
+            self._runs[table].observe = self._observe
+        return self._runs[table]
+
+    def observe(self, told: Callable[[Action], None]) -> None:
+        """Call ``told`` with each action of later steps before it is done."""
+        self._observe, self._runs = told, {}
+
+    def _device_for(self, like: Any) -> Any:
+        """Where messages are received: with the inputs, or nowhere in a model without memory."""
+        own = next(iter(self.stages.named_parameters().values()), None)
+        return own.device if own is not None and _platform.has_no_memory(own) else like.device
+
+    @functools.lru_cache(maxsize=8)  # noqa: B019 a pipeline lives as long as its program
+    def _table_of_forwards(self, num_parts: int) -> Table:
+        options = {name: value for name, value in self._options.items() if name in ("batched", "sharded", "keep")}
+        return prepare(forward_only(self.table.stages, num_parts), **options)
+
+    def _call(self, stage: int, number: int, received: tuple[Any, ...]) -> list[Any]:
+        run = functools.partial(self.stages.run, stage, received[0] if received else None)
+        part, values = self._parts[number], self._values[number]
+        with self._draws(part):
+            if stage < self.table.stages.last:
+                return [run(**self._loss.inputs(values))]
+            found = weighted(self._objective(run, number, values), part)
+        self._found[number] = tuple(map(_platform.detached, found))
+        return list(found[:1])
+
+    def _guess(self, value: Value) -> list[TensorSpec]:
+        """What would come from the stage before, where nobody sends anything: blocks give what they are given."""
+        values = self._loss.inputs(self._values[value.microbatch])
+        with _platform.no_grad():
+            spec = describe(self.stages.peek(value.taker, **values))
+        like = spec if self._stream is None else self._stream
+        unit = unit_of(self.stages.model)
+        policy = None if unit is None else unit.mp_policy.param_dtype
+        dtype = like.dtype if policy is None else _platform.dtype_name(policy)
+        return [TensorSpec(spec.shape, dtype, _platform.is_recording(), like.mesh_axes, like.shard_axes)]
+
+    # ---------------------------------------------------------------- behind a step
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Any:
+        """Scale the gradients of all stages; see :func:`clip_grad_norm_of_stages`."""
+        return clip_grad_norm_of_stages(
+            self.stages.named_parameters(),
+            max_norm,
+            norm_type,
+            error_if_nonfinite,
+            order=self.stages.split.order,
+            stages=self._pp,
+        )
+
+    def outputs(self, batch: dict[str, Any], of_output: Callable[[Any], Any]) -> Any:
+        """The model's outputs for a batch, without gradient; None on ranks without the last stage."""
+        kept: list[Any] = []
+
+        def objective(model: Callable[..., Any], number: int, values: dict[str, Any]) -> tuple[Any, ...]:
+            kept.append(of_output(model(**values)))
+            return ()
+
+        part = MicroBatch(batch, 0, 1)
+        with _platform.no_grad():
+            self.run([part], objective, lambda _: nullcontext(), backward=False)
+        return kept[0] if kept else None
+
+
+def in_silent_world() -> bool:
+    """Whether this rank is alone in a world where nobody answers."""
+    member = current_member()
+    return member is not None and member.make_group is _platform.silent_group
+
+
+def _signature(values: dict[str, Any], model: Any) -> Hashable:
+    """What decides on the shapes between stages: the same on all ranks of a pipeline."""
+    shapes = tuple(
+        (name, tuple(value.shape), _platform.dtype_name(value.dtype)) if _platform.is_tensor(value) else (name,)
+        for name, value in values.items()
+    )
+    return shapes, _platform.is_recording(), bool(model.training)

@@ -1,0 +1,94 @@
+"""From what a user asks of a pipeline to its table and to where the model is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+from hyper_parallel.core.pipeline_parallel.runtime.boundary import TensorSpec, describe, without_partial_sums
+from hyper_parallel.core.pipeline_parallel.stages.first_blocks import look
+from hyper_parallel.core.pipeline_parallel.stages.split import Split, split_stages
+from hyper_parallel.core.pipeline_parallel.table import Table
+from hyper_parallel.core.pipeline_parallel.tables import make_table
+from hyper_parallel.core.shard.dispatching.mixing import implicit_replication
+from hyper_parallel.models.expert_balance import mixtures_of
+from hyper_parallel.parallel.micro_batches import input_names
+from hyper_parallel.parallel.sequence_inputs import shard_sequences
+from hyper_parallel.plans.structure import structure_of
+from hyper_parallel.platform import get_platform
+
+__all__ = ["split_model", "stream_between", "table_for"]
+
+_platform = get_platform()
+
+
+def table_for(schedule: str | Table, ranks: int, microbatches: int, stages_per_rank: int | None) -> Table:
+    """The table of a schedule by name, or the given one, which has to be for as many ranks."""
+    if not isinstance(schedule, Table):
+        return make_table(schedule, ranks, microbatches, stages_per_rank)
+    if schedule.num_ranks != ranks:
+        raise ValueError(
+            f"parallelize: the table {schedule.name} is for {schedule.num_ranks} ranks, and pp={ranks}; give one for "
+            "as many"
+        )
+    return schedule
+
+
+def split_model(
+    model: Any, num_stages: int, stages: Sequence[int] | None, balance: str | Sequence[float] = "time"
+) -> Split:
+    """Where the model is cut: ``stages`` has the numbers of blocks, else they are balanced.
+
+    The model runs once up to its second block where inputs can be made for it, to see what blocks hand on.
+    """
+    if stages is not None and len(stages) != num_stages:
+        raise ValueError(
+            f"parallelize: stages={list(stages)} are {len(stages)} stages, and the schedule has {num_stages}; give the "
+            "number of blocks of each"
+        )
+    for path, mixture in mixtures_of(model):
+        if mixture.config.has_losses:
+            raise ValueError(
+                f"parallelize: '{path}' has auxiliary losses, which blocks hand on beside the stream, and stages of a "
+                "pipeline send the stream alone: leave them at 0 and balance the experts by load_balance_coeff"
+            )
+    found = structure_of(model)
+    return split_stages(
+        model,
+        num_stages if stages is None else stages,
+        blocks=found.blocks,
+        prologue=found.prologue,
+        inputs=_example(model),
+        balance=balance,
+    )
+
+
+def stream_between(model: Any, mesh: DeviceMesh) -> TensorSpec | None:
+    """How the stream between two blocks is distributed, with the shape that it has for small inputs; None: not known.
+
+    The model runs up to its second block, whole, after its layers were split.
+    """
+    inputs = _example(model)
+    if inputs is None:
+        return None
+    with implicit_replication():
+        seen = look(model, structure_of(model).blocks, shard_sequences(inputs, mesh), at_second=False)
+    return describe(without_partial_sums(seen.handed_on))
+
+
+def _example(model: Any) -> dict[str, Any] | None:
+    """Small inputs, of models of tokens or of pictures; None for others."""
+    names = input_names(model)
+    like = next(iter(_platform.parameters_dict(model).values()), None)
+    if like is None:
+        return None
+    for name in ("input_ids", "ids"):
+        if name in names:
+            return {name: _platform.index_tensor([[0, 0, 0, 0]], like.device)}
+    config: Any = getattr(model, "config", None)
+    if "pixel_values" in names and hasattr(config, "image_size"):
+        size = config.image_size if isinstance(config.image_size, (tuple, list)) else (config.image_size,) * 2
+        shape = (1, getattr(config, "num_channels", 3), *size)
+        return {"pixel_values": _platform.zeros(shape, like.dtype, like.device)}
+    return None
