@@ -1,12 +1,16 @@
 """One training, interrupted in every way, under three layouts: the losses are those of one process.
 
-    python examples/demo.py [--steps 40] [--folder demo_runs]
+    python examples/demo.py [--steps 40] [--folder demo_runs] [--quick]
 
-1. `hyper-parallel check` and `forecast`: the layout against one process, and what a rank will need, before it runs.
+1. `hyper-parallel check`: the layout of the second run against one process, before anything runs.
 2. The run of `demo.toml` in one process.
-3. The same on 4 processes as dp_shard 2 x tp 2, asked to stop by SIGTERM in the middle.
-4. It goes on as tp 4; in the middle a rank is killed with `kill -9`, and the launcher starts all again by itself.
+3. The same on 4 processes as dp_shard 2 x tp 2, which begins with a forecast of what a rank will need; asked to stop by
+   SIGTERM in the middle.
+4. It goes on as pp 2 x tp 2, two pipeline stages under a zero-bubble schedule; in the middle a rank is killed with
+   `kill -9`, and the launcher starts all again by itself.
 5. The first steps on MindSpore, where `make setup` has made its environment.
+
+With `--quick` there are 2 processes instead of 4, and no MindSpore.
 
 Every run is one `hyper-parallel train`; what they did is read from their metrics.jsonl. The exit status is 1 if a loss
 differs by more than 1e-4.
@@ -49,6 +53,15 @@ class Run:
         folder.mkdir(parents=True, exist_ok=True)
         self._output = (folder / "output.txt").open("a")
         self._process = subprocess.Popen(command, stdout=self._output, stderr=subprocess.STDOUT, env=environment)
+
+    def forecast(self) -> str:
+        """What it prints before its ranks start: a table, and behind it whether that fits."""
+        while self._process.poll() is None:
+            said = Path(self._output.name).read_text().splitlines()
+            if verdict := [number for number, line in enumerate(said) if line.startswith("forecast: ")]:
+                return "\n".join(said[: verdict[0] + 1])
+            time.sleep(0.05)
+        return ""
 
     def follow(self, on_step: OnStep, until: int | None = None) -> int:
         """Tell each step's loss as it comes, until the run has ended or a step is done; the last step."""
@@ -150,21 +163,37 @@ class Bars:
 
         return on_step, say
 
+    def tell(self, text: str) -> None:
+        self._console.print(text, markup=False, soft_wrap=True)
 
-def train_all(folder: Path, steps: int, bars: Bars) -> dict[str, Run]:
+
+def second_layout(nproc: int) -> tuple[str, ...]:
+    return ("--set", f"parallel.tp={nproc // 2}", "--nproc", str(nproc))
+
+
+def third_layout(nproc: int) -> tuple[str, ...]:
+    given = {"parallel.pp": 2, "parallel.tp": nproc // 2, "parallel.schedule": "zb_h1", "train.microbatches": 4}
+    return (*(word for key, value in given.items() for word in ("--set", f"{key}={value}")), "--nproc", str(nproc))
+
+
+def train_all(folder: Path, steps: int, nproc: int, bars: Bars) -> dict[str, Run]:
     """All runs, one after the other, by what they are called in the table."""
     runs: dict[str, Run] = {}
     warmup = max(1, min(10, steps // 4))
     length = ("--set", f"train.steps={steps}", "--set", f"schedule.warmup={warmup}")
 
+    no_forecast = ("--set", "launch.forecast=false")
+
     on_step, say = bars.add("one process", steps)
-    run = runs["one process"] = Run(folder / "one", *length)
+    run = runs["one process"] = Run(folder / "one", *length, *no_forecast)
     run.follow(on_step)
     run.ended(0)
     say(f"done, loss {run.losses()[steps]:.4f}")
 
-    on_step, say = bars.add("dp_shard 2 x tp 2, 4 processes", steps)
-    run = runs["dp_shard 2 x tp 2, stopped"] = Run(folder / "two", *length, "--set", "parallel.tp=2", "--nproc", "4")
+    name = f"dp_shard 2 x tp {nproc // 2}"
+    on_step, say = bars.add(f"{name}, {nproc} processes", steps)
+    run = runs[f"{name}, stopped"] = Run(folder / "two", *length, *second_layout(nproc))
+    bars.tell(run.forecast())
     run.follow(on_step, until=steps // 2)
     run.ask_to_stop()
     stopped_at = run.follow(on_step)
@@ -173,20 +202,21 @@ def train_all(folder: Path, steps: int, bars: Bars) -> dict[str, Run]:
 
     saved = folder / "two" / "checkpoints"
     shutil.copytree(saved, folder / "three" / "checkpoints", dirs_exist_ok=True)
-    on_step, say = bars.add("tp 4, 4 processes", steps)
-    options = ("--set", "parallel.tp=4", "--set", "launch.max_restarts=1", "--set", "checkpoint.every=5")
-    run = runs["then tp 4, a rank killed"] = Run(folder / "three", *length, *options)
+    name = f"pp 2 x tp {nproc // 2}"
+    on_step, say = bars.add(f"{name}, {nproc} processes", steps)
+    options = ("--set", "launch.max_restarts=1", "--set", "checkpoint.every=5", *third_layout(nproc))
+    run = runs[f"then {name}, a rank killed"] = Run(folder / "three", *length, *options, *no_forecast)
     killed_at = run.follow(on_step, until=stopped_at + (steps - stopped_at) // 2)
-    run.kill_rank(3)
-    say(f"went on at step {stopped_at + 1}; kill -9 of rank 3 at step {killed_at}")
+    run.kill_rank(nproc - 1)
+    say(f"went on at step {stopped_at + 1}; kill -9 of rank {nproc - 1} at step {killed_at}")
     run.follow(on_step)
     run.ended(0)
     say("started again by itself, done")
 
-    if MINDSPORE.exists():
+    if nproc == 4 and MINDSPORE.exists():
         # As many steps as the rate rises: it does not depend on how long a run is.
         on_step, say = bars.add("one process, MindSpore", warmup)
-        options = ("--set", f"train.steps={warmup}", "--set", f"schedule.warmup={warmup}")
+        options = ("--set", f"train.steps={warmup}", "--set", f"schedule.warmup={warmup}", *no_forecast)
         python = str(MINDSPORE)
         run = runs["MindSpore"] = Run(folder / "mindspore", *options, python=python, platform="mindspore")
         run.follow(on_step)
@@ -217,21 +247,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--folder", type=Path, default=Path("demo_runs"), help="where the runs go; emptied first")
+    parser.add_argument("--quick", action="store_true", help="2 processes instead of 4, and PyTorch alone")
     given = parser.parse_args()
     console = Console(highlight=False)
     begin = time.perf_counter()
     shutil.rmtree(given.folder, ignore_errors=True)
-    layout = ("--set", "parallel.tp=2", "--nproc", "4")
-    start_and_report(console, "check", str(CONFIG), *layout)
-    start_and_report(console, "forecast", str(CONFIG), *layout)
+    nproc = 2 if given.quick else 4
+    start_and_report(console, "check", str(CONFIG), *second_layout(nproc))
     with Bars(console) as bars:
-        runs = train_all(given.folder, given.steps, bars)
+        runs = train_all(given.folder, given.steps, nproc, bars)
     worst = show(console, runs, given.steps)
     is_equal = worst <= TOLERANCE
     verdict = "equal" if is_equal else f"NOT equal to {TOLERANCE:.0e}"
     style = "bold green" if is_equal else "bold red"
     console.print(f"The losses are {verdict}: the largest difference is {worst:.1e}.", style=style, soft_wrap=True)
-    for run in (runs["one process"], runs["then tp 4, a rank killed"]):
+    for run in list(runs.values())[0:3:2]:
         page = run.folder / "report.html"
         if page.is_file():
             console.print(f"A page about the run: {page}", soft_wrap=True)

@@ -34,6 +34,8 @@ def dry_run(
     batch: int = 1,
     length: int = 4096,
     microbatches: int = 1,
+    schedule: str = "1f1b",
+    stages_per_rank: int | None = None,
     dtype: str | None = None,
     precision: Any = None,
     recompute: bool | str | Callable[..., Any] = False,
@@ -55,7 +57,8 @@ def dry_run(
             of ``world_size`` that no axis names are ``dp_shard``.
         plan, sequence_parallel, precision: as :func:`parallelize` takes them.
         batch: sequences of ``length`` tokens that this rank trains on in a step, in ``microbatches`` parts; ranks along
-            ``dp_replicate`` and ``dp_shard`` have others, those along ``cp`` and ``tp`` the same.
+            ``dp_replicate`` and ``dp_shard`` have others, those along ``pp``, ``cp`` and ``tp`` the same.
+        schedule, stages_per_rank: of a pipeline, as :func:`parallelize` takes them.
         dtype: of the parameters; by default the config's, or as the model was built.
         recompute: compute the activations of each block again in backward; a policy says which.
         clip_norm: the norm to which gradients are scaled down; None: they are not.

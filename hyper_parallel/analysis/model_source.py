@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hyper_parallel import models
 from hyper_parallel.models.llama_config import LlamaConfig
-from hyper_parallel.models.llama_sizes import llama_size
+from hyper_parallel.models.sizes import build_reference, model_size
 from hyper_parallel.parallel.micro_batches import named_batch
 from hyper_parallel.platform import get_platform
 
@@ -28,13 +27,13 @@ class ModelSource:
 def find_model(model: Any) -> ModelSource:
     """What ``model`` means: a name, a path, ``"module:function"``, a config or a function."""
     if isinstance(model, LlamaConfig):
-        return _reference(f"llama of {model.num_blocks} blocks", model)
+        return _reference(f"{type(model).__name__.removesuffix('Config').lower()} of {model.num_blocks} blocks", model)
     if isinstance(model, Path) or (isinstance(model, str) and _looks_like_path(model)):
         return _hugging_face(Path(model))
     if isinstance(model, str):
         if ":" in model:
             return _built_by(_load_function(model), model)
-        return _reference(model.lower(), llama_size(model))
+        return _reference(model.lower(), model_size(model))
     if isinstance(model, get_platform().Module):
         raise TypeError(
             "dry_run takes a function that builds the model, not the model: it is built inside, without memory; write "
@@ -51,7 +50,7 @@ def _looks_like_path(text: str) -> bool:
 
 def _reference(name: str, config: LlamaConfig) -> ModelSource:
     def build(length: int) -> tuple[Any, Any]:
-        return models.Llama(replace(config, max_length=max(length, config.max_length))), None
+        return build_reference(replace(config, max_length=max(length, config.max_length))), None
 
     return ModelSource(name, build, "bfloat16")
 

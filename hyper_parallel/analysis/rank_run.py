@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -16,6 +17,7 @@ from hyper_parallel.core.dtensor.comm_recorder import CommRecord, CommRecorder
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
 from hyper_parallel.core.dtensor.rank_questions import RankQuestions
+from hyper_parallel.core.pipeline_parallel.action import COMPUTED, Action, Kind
 from hyper_parallel.core.shard.dispatching.dispatch import forget_plans
 from hyper_parallel.parallel.degrees import Degrees
 from hyper_parallel.parallel.parallel import Parallel
@@ -33,6 +35,8 @@ class Job:
     batch: int  # of this rank: a place along dp_replicate and dp_shard
     length: int
     microbatches: int = 1
+    schedule: Any = "1f1b"
+    stages_per_rank: int | None = None
     plan: Any = None
     sequence_parallel: bool | None = None
     keep_whole: tuple[str, ...] = ()
@@ -40,7 +44,7 @@ class Job:
     precision: Any = None
     recompute: bool | str | Callable[..., Any] = False
     offload: bool = False
-    loss: Callable[[Any], Any] | None = None  # from the model to what parallelize takes as `loss`
+    split_by: Callable[[Any], Parallel] | None = None  # instead of parallelize with the options above
     clip_norm: float | None = None
     optimizer: Any = "adamw"
     device: str = "cpu"
@@ -55,6 +59,8 @@ class Job:
 
     def split(self, model: Any, inputs: Any) -> Parallel:
         """The model under the degrees, by the call that a program makes."""
+        if self.split_by is not None:
+            return self.split_by(model)
         recompute = "full" if self.recompute is True else self.recompute or None
         return parallelize(
             model,
@@ -63,10 +69,12 @@ class Job:
             sequence_parallel=self.sequence_parallel is not False,
             keep_whole=self.keep_whole,
             microbatches=self.microbatches,
+            schedule=self.schedule,
+            stages_per_rank=self.stages_per_rank,
             precision=self.precision,
             recompute=recompute,
             offload=self.offload,
-            loss=loss_of_inputs(model, inputs) if self.loss is None else self.loss(model),
+            loss=loss_of_inputs(model, inputs),
         )
 
 
@@ -85,10 +93,14 @@ class RankRun:
     num_local_parameters: int
     questions: RankQuestions = field(repr=False)
     rank_spy: RankSpy
+    mesh: DeviceMesh = field(repr=False)
 
     def answers_of(self, rank: int) -> Any:
-        """Equal for ranks that do alike: none, where the program asks for its rank itself."""
-        return rank if self.rank_spy.lines else self.questions.answers_of(rank)
+        """Equal for ranks that do alike: none, where the program asks for its rank itself; of one stage."""
+        if self.rank_spy.lines:
+            return rank
+        place = dict(zip(self.mesh.mesh_dim_names or (), self.mesh.coordinate_of(rank), strict=True))
+        return place.get("pp"), self.questions.answers_of(rank)
 
 
 def run_rank(job: Job, rank: int) -> RankRun:
@@ -112,7 +124,9 @@ def run_rank(job: Job, rank: int) -> RankRun:
         counter.mark(parameters, "parameters")
         counter.mark(platform.buffers_of(model), "buffers")
         counter.mark(_tensors_in(inputs), "inputs")
-        if run.mesh.size(("dp_replicate", "dp_shard", "cp")) == 1:  # else marked when all are there: hooks would wait
+        sizes = run.degrees.sizes
+        is_alone = sizes["dp_replicate"] * sizes["dp_shard"] * sizes["cp"] == 1
+        if is_alone:  # else marked when all are there: hooks would wait
             platform.watch_gradients(model, lambda gradient: counter.mark([gradient], "gradients"))
         training = _Training(job, run, inputs, optimizer, log, counter)
         with platform.watch_modules(model, log):
@@ -130,6 +144,7 @@ def run_rank(job: Job, rank: int) -> RankRun:
             sum(_num_elements(_local(parameter)) for parameter in parameters),
             RankQuestions(run.mesh),
             rank_spy,
+            run.mesh,
         )
 
 
@@ -149,7 +164,10 @@ class _Training:
         self._run, self._inputs, self._optimizer, self._clip = run, inputs, optimizer, job.clip_norm
         self._log, self._counter = log, counter
         self._axes = _axes_by_ranks(run.mesh)
-        _tell_phases(run._loss, log)
+        if run.pipeline is None:
+            _tell_phases(run._loss, log)
+        else:
+            run.pipeline.observe(functools.partial(_tell_phase, log))
 
     def step(self) -> _Step:
         platform, log, run = get_platform(), self._log, self._run
@@ -179,6 +197,14 @@ class _Training:
             for (phase, call), record in zip(places, recorder.records, strict=True)
         ]
         return _Step(log.peak, by_kind, by_module, dict(log.flops_by_phase), collectives)
+
+
+def _tell_phase(log: MemoryLog, action: Action) -> None:
+    """The phase of an action of a pipeline; messages belong to what came before."""
+    if action.kind is Kind.F:
+        log.begin_phase(FORWARD)
+    elif action.kind in COMPUTED:
+        log.begin_phase(BACKWARD)
 
 
 def _tell_phases(loss: Any, log: MemoryLog) -> None:

@@ -30,6 +30,8 @@ def dry_run(
     batch: Annotated[int, typer.Option(help="Sequences of a step on this rank.")] = 1,
     length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 4096,
     microbatches: Annotated[int, typer.Option(help="Parts in which these run, one after the other.")] = 1,
+    schedule: Annotated[str, typer.Option(help="With pp: the schedule, as `pipeline show` draws it.")] = "1f1b",
+    stages_per_rank: Annotated[int | None, typer.Option(help="With pp: for schedules that take any number.")] = None,
     dtype: Annotated[
         str | None, typer.Option(help="Of the parameters: float32, bfloat16. Default: the config's.")
     ] = None,

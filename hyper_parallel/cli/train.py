@@ -14,6 +14,7 @@ from hyper_parallel.cli.config import (
     MasterOption,
     NprocOption,
     SetOption,
+    config,
     load_or_exit,
 )
 
@@ -30,11 +31,10 @@ def train(
     """Train the model of a config. The exit status is 0 when the run is complete, 1 after an error, 2 for a mistake in
     the config (nothing is started then), and 130 or 143 when it was asked to stop: its state is saved.
     """
-    loaded = load_or_exit(path, sets or (), {"nproc": nproc, "hosts": hosts, "host_rank": host_rank, "master": master})
     if show:
-        room: Any = importlib.import_module("hyper_parallel.trainer.config")
-        typer.echo(room.resolved_toml(loaded), nl=False)
+        config(path, sets, nproc, hosts, host_rank, master)
         return
+    loaded = load_or_exit(path, sets or (), {"nproc": nproc, "hosts": hosts, "host_rank": host_rank, "master": master})
     main: Any = importlib.import_module("hyper_parallel.trainer.main")
     launch: Any = importlib.import_module("hyper_parallel.launch")
     try:

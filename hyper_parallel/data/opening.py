@@ -75,16 +75,20 @@ def _open(source: SourceConfig, config: DataConfig, progress: Progress | None) -
             name=facts["names"],
             notes=_notes(facts, config.length),
         )
+    return _prepared_tokens(prepared.folder, facts, config, decode, name=facts["names"])
+
+
+def _prepared_tokens(folder: Path, facts: dict[str, Any], config: DataConfig, decode: Any, **more: Any) -> TokenFile:
     return TokenFile(
-        prepared.folder / TOKENS,
-        ends=prepared.folder / ENDS,
+        folder / TOKENS,
+        ends=folder / ENDS,
         length=config.length,
         dtype=facts["dtype"],
         vocab_size=facts["vocab_size"],
         isolate=config.isolate,
         fingerprint=facts["fingerprint"],
         decode=decode,
-        name=facts["names"],
+        **more,
     )
 
 
@@ -104,17 +108,7 @@ def _tokens(source: SourceConfig, config: DataConfig) -> TokenFile:
     path = Path(source.paths[0])
     decode = load_tokenizer(config.tokenizer).decode if config.tokenizer != "bytes" else None
     if (path / META).is_file():
-        facts = check_folder(path)
-        return TokenFile(
-            path / TOKENS,
-            ends=path / ENDS,
-            length=config.length,
-            dtype=facts["dtype"],
-            vocab_size=facts["vocab_size"],
-            isolate=config.isolate,
-            fingerprint=facts["fingerprint"],
-            decode=decode,
-        )
+        return _prepared_tokens(path, check_folder(path), config, decode)
     beside = next((p for p in (path.with_suffix(".ends.npy"), path.with_suffix(".npy")) if p.is_file()), None)
     return TokenFile(
         path,

@@ -23,6 +23,8 @@ __all__ = ["Feeder", "aligned_loss", "takes_labels"]
 class _AlignedLoss:
     """(sum, count) of the cross entropies of logits with labels that are shifted already, as data has them."""
 
+    shifts_labels = False
+
     def __call__(self, outputs: Any, batch: Mapping[str, Any]) -> tuple[Any, Any]:
         logits = getattr(outputs, "logits", outputs)
         flat, targets = logits.reshape(-1, logits.shape[-1]), batch["labels"].reshape(-1)

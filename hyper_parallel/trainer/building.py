@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.core.modules.deferred import deferred_init
 from hyper_parallel.core.modules.lora import add_lora
-from hyper_parallel.models.llama_config import LlamaConfig
-from hyper_parallel.models.llama_sizes import llama_size
+from hyper_parallel.models.sizes import build_reference, model_size
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.platform import PlatformType
 from hyper_parallel.trainer.config.sections.model import DEFAULT_TARGETS
@@ -29,8 +28,7 @@ def build_model(config: ModelConfig, dtype: str) -> Any:
     platform = get_platform()
     with deferred_init():
         if config.name is not None:
-            models = importlib.import_module("hyper_parallel.models")
-            model = models.Llama(_sizes(config))
+            model = build_reference(dataclasses.replace(model_size(config.name), **config.args))
         elif config.hugging_face is not None:
             model = _hugging_face(config)
         else:
@@ -56,11 +54,6 @@ def _add_adapters(model: Any, config: LoraConfig) -> None:
         add_lora(model, rank=config.rank, alpha=config.alpha, dropout=config.dropout, targets=targets)
     except ValueError as error:
         raise ValueError(f"model.lora.targets: {error}") from None
-
-
-def _sizes(config: ModelConfig) -> LlamaConfig:
-    sizes = LlamaConfig() if config.name == "llama" else llama_size(str(config.name))
-    return dataclasses.replace(sizes, **config.args)
 
 
 def _hugging_face(config: ModelConfig) -> Any:

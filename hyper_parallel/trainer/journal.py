@@ -141,6 +141,8 @@ class Journal:
             "tokens_per_second": tokens / (seconds - measured["seconds"].get("eval", 0.0)),
             "seconds": {**{name: round(one, 6) for name, one in measured["seconds"].items()}, "all": round(seconds, 6)},
         }
+        if "expert_imbalance" in measured:
+            values["expert_imbalance"] = round(measured["expert_imbalance"], 4)
         if self._flops and self._peak:
             values["mfu"] = values["tokens_per_second"] * self._flops / (self._peak * self._size)
         if memory:
@@ -148,7 +150,7 @@ class Journal:
             values["memory_per_rank"] = [one * 1024 for one in memory]
         self._write("step", **values)
         for logger in self._loggers:
-            shown = ("loss", "grad_norm", "lr", "tokens_per_second", "mfu")
+            shown = ("loss", "grad_norm", "lr", "tokens_per_second", "mfu", "expert_imbalance")
             logger.log(step, {name: values[name] for name in shown if name in values})
         if self._is_shown(step) or (self._is_live and time.perf_counter() > self._said_at + _LIVE_SECONDS):
             self._said_at = time.perf_counter()

@@ -43,12 +43,15 @@ def start(loaded: LoadedConfig) -> int:
     text = config_text(config)
     place = find_place()
     if place is None or place.rank == 0:
-        forecast = forecast_run(config, *((place.size, place.local_size) if place is not None else ()))
-        print(forecast.table(), flush=True)
-        if not forecast.fits:
-            return 2
+        forecast = None
+        if config.launch.forecast:
+            forecast = forecast_run(config, *((place.size, place.local_size) if place is not None else ()))
+            print(forecast.table(), flush=True)
+            if not forecast.fits:
+                return 2
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / FORECAST_FILE).write_text(json.dumps(forecast.as_data()), encoding="utf-8")
+        if forecast is not None:
+            (folder / FORECAST_FILE).write_text(json.dumps(forecast.as_data()), encoding="utf-8")
         (folder / RESOLVED_FILE).write_text(resolved_toml(loaded), encoding="utf-8")
     if place is not None:
         run_rank(text)

@@ -26,18 +26,18 @@ from hyper_parallel.launch.durations import seconds_of
 from hyper_parallel.launch.join import join
 from hyper_parallel.launch.notes import note_step
 from hyper_parallel.launch.signals import StopRequest
-from hyper_parallel.parallel.parallelize import parallelize
+from hyper_parallel.models.expert_balance import load_imbalance, update_expert_bias
 from hyper_parallel.platform import get_platform
-from hyper_parallel.trainer.batches import Feeder, aligned_loss, takes_labels
+from hyper_parallel.trainer.batches import Feeder
 from hyper_parallel.trainer.building import build_model, give_values, model_vocabulary
 from hyper_parallel.trainer.checkpoints import Checkpoints
 from hyper_parallel.trainer.config.run_config import RunConfig
 from hyper_parallel.trainer.evaluation import Evaluation
 from hyper_parallel.trainer.journal import Journal
 from hyper_parallel.trainer.optimizers import make_optimizer, set_rate
-from hyper_parallel.trainer.precision import policy_of
 from hyper_parallel.trainer.proofs import find_spelling
 from hyper_parallel.trainer.schedule import rate_factor
+from hyper_parallel.trainer.splitting import split_model
 
 __all__ = ["Result", "Trainer"]
 
@@ -98,18 +98,8 @@ class Trainer:
         config = self.config
         manual_seed(config.train.seed)
         model = build_model(config.model, config.train.dtype)
-        self.run = parallelize(
-            model,
-            config.parallel.degrees,
-            sequence_parallel=config.parallel.sequence_parallel,
-            attention=config.parallel.attention,
-            keep_whole=config.parallel.keep_whole,
-            offload=config.parallel.offload,
-            microbatches=config.train.microbatches,
-            precision=policy_of(config.precision),
-            recompute=None if config.recompute.mode == "none" else config.recompute.mode,
-            loss=None if takes_labels(model) else aligned_loss,
-        )
+        compiled = config.precision.compile
+        self.run = split_model(model, config, compile=False if compiled == "none" else compiled)
         validation = self._open_data(stop)
         if self._is_asked(stop):
             return False
@@ -225,6 +215,10 @@ class Trainer:
         self.journal.before_forgetting()
         run.zero_grad()
         read = _read(loss, norm, run.counts.targets, run.told)  # type: ignore[union-attr]
+        imbalance = load_imbalance(run)
+        if imbalance is not None:
+            read["expert_imbalance"] = imbalance
+        update_expert_bias(run)
         if not math.isfinite(read["loss"]):
             raise FloatingPointError(
                 f"the loss of step {step} is {read['loss']}, on every rank, with a gradient norm of "

@@ -242,7 +242,6 @@ def test_an_optimizer_of_ones_own_and_none():
         ({"model": nn.Linear(2, 2)}, r"write dry_run\(lambda: Linear\(...\)\)"),
         ({"model": 3}, "dry_run takes a name, a path"),
         ({"model": lambda: 3}, "must return a model, or a model and its inputs; got int"),
-        ({"degrees": "tp=2, pp=4"}, "pp=4: pipelines are not there yet"),
         ({"degrees": "tp"}, "'tp' is not of the form axis=number"),
         ({"degrees": "tp=3", "world_size": 8}, "a multiple of 3 ranks, but the world has 8; what fits is"),
         ({"degrees": {"tp": 0}}, "tp=0 must be a whole number from 1"),
@@ -373,3 +372,13 @@ def test_asking_for_groups_and_lengths_is_no_question_about_the_rank():
 
     (report,) = hp.dry_run_classes(build, "dp=2", plan={})
     assert report.ranks == (0, 1) and report.notes == ()
+
+
+def test_every_stage_is_a_class_of_its_own():
+    reports = hp.dry_run_classes("llama-demo", "pp=2, tp=2", batch=4, microbatches=4, length=32)
+    assert [report.ranks for report in reports] == [(0, 1), (2, 3)]
+    first, last = reports
+    causes = [{(row.op, row.cause, row.count) for row in report.collectives} for report in reports]
+    assert ("isend", "activations from stage 0 to stage 1", 4) in causes[0]
+    assert ("isend", "gradients from stage 1 to stage 0", 4) in causes[1]
+    assert first.num_local_parameters != last.num_local_parameters and first.peak_bytes != last.peak_bytes

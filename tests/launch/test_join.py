@@ -90,6 +90,7 @@ def test_by_the_variables_of_slurm():
         assert f"{rank} 2 srun [0, 1] lo" in output
 
 
+@pytest.mark.sweep  # The variables themselves are in test_environments.py.
 def test_by_the_variables_of_open_mpi():
     for rank, (code, output) in enumerate(_run([_open_mpi(rank) for rank in range(2)])):
         assert code == 0, output

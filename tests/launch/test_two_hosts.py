@@ -68,6 +68,7 @@ def test_ranks_of_two_hosts_meet_and_start_again_after_a_death_on_one(hosts, pro
     assert "rank 0 ended with status 1 on host " in ends[0][1]
 
 
+@pytest.mark.sweep  # On one host it is in test_join.py.
 def test_a_name_that_does_not_resolve_ends_both_sides(hosts, program):
     start = time.monotonic()
     for code, output in _end([hosts.launch(host, program, master="nohost.invalid:29511") for host in range(2)], 120):

@@ -9,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+from hyper_parallel.trainer.config import load_config
+from hyper_parallel.trainer.config.run_config import RunConfig
 from hyper_parallel.trainer.metrics import read_metrics
 from tests.commands import command_environment
 
@@ -34,16 +36,28 @@ folder = "run"
 [launch]
 nproc = {nproc}
 max_restarts = {restarts}
+forecast = false
 """
+
+
+def write_config(folder: Path, nproc=1, steps=30, every=5, restarts=0) -> Path:
+    """The config of a run in ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "run.toml").write_text(CONFIG.format(nproc=nproc, steps=steps, every=every, restarts=restarts))
+    return folder / "run.toml"
+
+
+def config_here(folder: Path, *sets: str, **values) -> RunConfig:
+    """The same run for this process, whose ranks may be threads."""
+    return load_config(write_config(folder, **values), [*sets, f"log.folder={folder / 'run'}"]).config
 
 
 class Run:
     """A run in ``folder``; a context that ends it."""
 
-    def __init__(self, folder: Path, *sets: str, nproc=2, steps=60, every=10, restarts=0, platform="torch"):
-        folder.mkdir(parents=True, exist_ok=True)
+    def __init__(self, folder: Path, *sets: str, nproc=2, platform="torch", **values):
         self.folder = folder
-        (folder / "run.toml").write_text(CONFIG.format(nproc=nproc, steps=steps, every=every, restarts=restarts))
+        write_config(folder, nproc=nproc, **values)
         options = [part for one in sets for part in ("--set", one)]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "hyper_parallel.cli", "train", "run.toml", *options],

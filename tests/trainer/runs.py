@@ -26,6 +26,8 @@ DEGREES: dict[str, tuple[int, dict[str, int]]] = {
     "dp_replicate": (2, {"dp_replicate": 2}),
     "tp": (2, {"tp": 2}),
     "cp": (2, {"cp": 2}),
+    "pp": (2, {"pp": 2}),
+    "pp x tp": (4, {"pp": 2, "tp": 2}),
     "dp_shard x tp": (4, {"dp_shard": 2, "tp": 2}),
     "dp_shard x cp": (4, {"dp_shard": 2, "cp": 2}),
 }
@@ -51,10 +53,10 @@ def run_config(folder: Path, degrees: str = "one", **sections: Mapping[str, Any]
     return RunConfig(**usual)
 
 
-def train_on_threads(config: RunConfig, before: Any = None) -> Any:
+def train_on_threads(config: RunConfig, before: Any = None, asked: Any = StopRequest) -> Any:
     """The trainer's result on rank 0, of ranks that are threads; all ranks have the same losses.
 
-    ``before(trainer)`` is called on each rank.
+    ``before(trainer)`` is called on each rank, and ``asked()`` is what it is asked to stop by.
     """
     from hyper_parallel.testing import threads
     from hyper_parallel.trainer.trainer import Trainer
@@ -63,7 +65,7 @@ def train_on_threads(config: RunConfig, before: Any = None) -> Any:
         trainer = Trainer(config)
         if before is not None:
             before(trainer)
-        return trainer.train(StopRequest())
+        return trainer.train(asked())
 
     results = threads(config.nproc).run(program)
     assert all(one.losses == results[0].losses for one in results)

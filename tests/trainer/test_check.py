@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import hyper_parallel as hp
 from hyper_parallel.cli.main import app
 from hyper_parallel.models.llama_config import LlamaConfig
-from hyper_parallel.models.llama_sizes import llama_size
+from hyper_parallel.models.sizes import model_size
 from hyper_parallel.platform import get_platform
 from hyper_parallel.trainer.check import check_run
 from hyper_parallel.trainer.check.rank import reference
@@ -54,11 +54,16 @@ LAYOUTS = {
     "dp_shard x tp": {"dp_shard": 2, "tp": 2},
     "cp x tp": {"cp": 2, "tp": 2},
     "dp_shard x cp": {"dp_shard": 2, "cp": 2},
+    "pp": {"pp": 2, "schedule": "zbv"},
+    "pp x tp": {"pp": 2, "tp": 2},
+    "pp x dp_shard": {"pp": 2, "dp_shard": 2, "schedule": "interleaved", "stages_per_rank": 3},
     "all": {"dp_replicate": 2, "dp_shard": 2, "tp": 2},
 }
 
 
-@pytest.mark.parametrize("name", small_or_sweep(LAYOUTS, ["uneven tp", "dp_shard x tp", "cp x tp", "dp_replicate"]))
+@pytest.mark.parametrize(
+    "name", small_or_sweep(LAYOUTS, ["uneven tp", "dp_shard x tp", "cp x tp", "dp_replicate", "pp x tp"])
+)
 def test_layouts_are_equal_to_one_process(name):
     config = _config(parallel=LAYOUTS[name], train={"microbatches": 2}, recompute={"mode": "full"})
     verdict = check_run(config, steps=2)
@@ -195,7 +200,7 @@ def test_the_parameter_nearest_to_the_loss_is_named_first():
 def test_sizes_shrink_and_stay_as_odd():
     config, length = shrink(_config(parallel={"tp": 3}, train={"batch": 100}), 3)
     sizes = LlamaConfig(**config.model.args)
-    given = llama_size("llama-1b")
+    given = model_size("llama-1b")
     assert sizes.num_heads // sizes.num_kv_heads == given.num_heads // given.num_kv_heads
     for name in ("vocab_size", "hidden_dim", "num_kv_heads"):
         assert getattr(sizes, name) % 3 == getattr(given, name) % 3, name
@@ -271,6 +276,6 @@ def test_the_command(tmp_path, monkeypatch):
 
 def test_a_model_that_cannot_be_split_is_told(tmp_path):
     (tmp_path / "run.toml").write_text(_TOML)
-    done = CliRunner().invoke(app, ["check", str(tmp_path / "run.toml"), "--set", "parallel.pp=2"])
+    done = CliRunner().invoke(app, ["check", str(tmp_path / "run.toml"), "--set", "parallel.ep=2"])
     assert done.exit_code == 2
-    assert "pipelines are not there yet" in done.stderr
+    assert "has no experts; leave ep at 1" in done.stderr

@@ -15,14 +15,16 @@ from tests.world import small_or_sweep
 
 @pytest.mark.parametrize("degrees", DEGREES)
 def test_the_curve_of_every_layout_is_that_of_a_hand_written_loop(tmp_path, degrees):
-    config = run_config(tmp_path, degrees, train={"microbatches": 2} if degrees == "dp_shard" else {})
+    config = run_config(
+        tmp_path, degrees, train={"microbatches": 2} if degrees in ("dp_shard", "pp", "pp x tp") else {}
+    )
     losses = train_on_threads(config).losses
     assert losses == pytest.approx(plain_losses(config, 6), rel=1e-11)
     assert losses[6] < losses[1]
 
 
 _PAIRS = list(itertools.permutations(DEGREES, 2))
-_FEW = [("one", "dp_shard x tp"), ("dp_shard x tp", "cp"), ("tp", "dp_shard")]
+_FEW = [("one", "dp_shard x tp"), ("dp_shard x tp", "cp")]
 
 
 @pytest.mark.parametrize("pair", small_or_sweep(_PAIRS, _FEW), ids=" to ".join)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import math
 
@@ -17,7 +19,7 @@ from hyper_parallel.parallel.parallelize import parallelize
 from hyper_parallel.testing import threads
 from hyper_parallel.trainer.building import build_model
 from hyper_parallel.trainer.config.run_config import RunConfig
-from hyper_parallel.trainer.forecast import FORECAST_FILE, Forecast, forecast_run
+from hyper_parallel.trainer.forecast import FORECAST_FILE, Forecast, answer, asking, forecast_run
 from hyper_parallel.trainer.forecast.answer import _changes
 from hyper_parallel.trainer.forecast.forecast import fingerprint
 from hyper_parallel.trainer.forecast.job import job_of, state_of
@@ -111,10 +113,22 @@ def test_a_model_that_does_not_know_its_loss(tmp_path, monkeypatch):
     )
 
 
-# ---- the process that answers ----
+# ---- what is answered; by a process of its own only in the test of the command ----
 
 
-def test_the_forecast_fits_or_names_the_cheapest_change():
+@pytest.fixture
+def answered_here(monkeypatch):
+    def ask(question, seconds):
+        said = io.StringIO()
+        with monkeypatch.context() as patch, contextlib.redirect_stdout(said):
+            patch.setattr("sys.stdin", io.StringIO(question))
+            answer.main()
+        return said.getvalue(), "", False
+
+    monkeypatch.setattr(asking, "_ask", ask)
+
+
+def test_the_forecast_fits_or_names_the_cheapest_change(answered_here):
     found = forecast_run(_config(), seconds=None)
     assert found.fits and found.peak > found.state and found.note == ""
     assert found.verdict().startswith("forecast: fits: the peak is ")
@@ -131,7 +145,7 @@ def test_what_is_not_known_in_time_is_not_refused():
     assert "not all was known after 0 s" in late.table()
 
 
-def test_a_model_that_cannot_be_run_without_memory_is_told_and_its_state_known(tmp_path, monkeypatch):
+def test_a_model_that_cannot_be_run_without_memory_is_told_and_its_state_known(tmp_path, monkeypatch, answered_here):
     (tmp_path / "reading_model.py").write_text(
         "from torch import nn\n"
         "class Own(nn.Module):\n"
@@ -186,7 +200,7 @@ batch = 4
 """
 
 
-def test_train_refuses_what_cannot_fit_and_starts_nothing(tmp_path, monkeypatch, capfd):
+def test_train_refuses_what_cannot_fit_and_starts_nothing(tmp_path, monkeypatch, capfd, answered_here):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.toml").write_text(_TOML)
     done = CliRunner().invoke(app, ["train", "run.toml", "--set", "launch.device_memory=1kB"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
@@ -11,6 +12,7 @@ from safetensors.torch import load_file
 import hyper_parallel as hp
 from hyper_parallel.testing import threads
 from tests.trainer.runs import SIZES, run_config, steps_of, train_on_threads
+from tests.world import small_or_sweep
 
 TARGETS = ("*attention.*", "*feed_forward.*")
 IDS = torch.randint(0, 256, (5, 16), generator=torch.Generator().manual_seed(0))
@@ -89,9 +91,14 @@ def losses_of(degrees, dropout=0.0, **options):
     return seen
 
 
-@pytest.mark.parametrize("options", [{}, {"recompute": "full"}, {"microbatches": 2}], ids=str)
-@pytest.mark.parametrize("degrees", LAYOUTS)
-def test_every_layout_trains_as_adapters_written_by_hand(degrees, options):
+OPTIONS = ({}, {"recompute": "full"}, {"microbatches": 2})
+ALL = list(itertools.product(LAYOUTS, OPTIONS))
+SMALL = [(degrees, {}) for degrees in LAYOUTS] + [("dp_shard=2, tp=2", options) for options in OPTIONS[1:]]
+
+
+@pytest.mark.parametrize("case", small_or_sweep(ALL, SMALL), ids=str)
+def test_every_layout_trains_as_adapters_written_by_hand(case):
+    degrees, options = case
     expected = losses_by_hand()
     for seen in threads(LAYOUTS[degrees]).run(losses_of, degrees, **options):
         assert seen == pytest.approx(expected, rel=1e-9)
@@ -135,6 +142,21 @@ def test_a_model_with_memory_computes_what_it_did_and_has_equal_adapters_on_all_
 
     first, second = threads(2).run(program)
     torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
+def test_adapters_of_all_stages_are_saved(tmp_path):
+    def program():
+        model = hp.models.Llama(hp.models.LlamaConfig(**SIZES)).double()
+        hp.add_lora(model, rank=2, targets=["blocks.0*.up", "blocks.1*.query"])
+        hp.parallelize(model, pp=2, microbatches=2).save_adapters(tmp_path)
+
+    threads(2).run(program)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert config["target_modules"] == ["blocks.0.feed_forward.up", "blocks.1.attention.query"]
+    names = {
+        f"base_model.model.{path}.{name}.weight" for path in config["target_modules"] for name in ("lora_A", "lora_B")
+    }
+    assert set(load_file(tmp_path / "adapter_model.safetensors")) == names
 
 
 # ---- mistakes ----

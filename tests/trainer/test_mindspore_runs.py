@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 
 import pytest
 from safetensors.numpy import load_file
 
+from hyper_parallel.trainer.report.parts import read_parts
 from tests.commands import command_environment
 from tests.trainer.processes import Run
+from tests.trainer.runs import steps_of
 from tests.world import small_or_sweep
 
 only_on = "mindspore"  # each run is a process of its own, of one framework or the other
@@ -19,15 +22,22 @@ FLOAT32 = 'train.dtype="float32"'  # which is what MindSpore trains in on a CPU
 
 
 @pytest.fixture(scope="module")
-def straight(tmp_path_factory):
-    """PyTorch in one process, which is a hand-written loop's curve (test_curves.py)."""
+def of_pytorch(tmp_path_factory):
+    """The folder of a run on PyTorch in one process, whose curve is a hand-written loop's (test_curves.py)."""
     pytest.importorskip("torch")
-    with Run(tmp_path_factory.mktemp("straight"), FLOAT32, nproc=1, steps=STEPS, every=0) as run:
+    folder, export = tmp_path_factory.mktemp("of_pytorch"), "checkpoint.export_hugging_face=true"
+    with Run(folder, FLOAT32, export, nproc=1, steps=STEPS, every=STEPS // 2) as run:
         status, out, err = run.end(timeout=200)
         assert status == 0, out + err
-        return run.losses()
+    return folder / "run"
 
 
+@pytest.fixture(scope="module")
+def straight(of_pytorch):
+    return {line["step"]: line["loss"] for line in steps_of(of_pytorch)}
+
+
+@pytest.mark.sweep  # The first loss of a run tells as much.
 def test_first_values_are_those_of_pytorch():
     program = (
         "import hyper_parallel as hp\n"
@@ -51,7 +61,13 @@ def test_first_values_are_those_of_pytorch():
     assert said[0] == said[1]
 
 
-_LAYOUTS = {"one": (1, ()), "tp": (2, ("parallel.tp=2",)), "dp_shard": (2, ()), "cp": (2, ("parallel.cp=2",))}
+_LAYOUTS = {
+    "one": (1, ()),
+    "tp": (2, ("parallel.tp=2",)),
+    "dp_shard": (2, ()),
+    "cp": (2, ("parallel.cp=2",)),
+    "dp_shard x tp": (4, ("parallel.tp=2",)),
+}
 
 
 @pytest.mark.parametrize("layout", small_or_sweep(_LAYOUTS, ["tp"]))
@@ -61,27 +77,37 @@ def test_the_curve_is_that_of_pytorch(tmp_path, straight, layout):
         status, out, err = run.end(timeout=300)
         assert status == 0, out + err
         assert run.losses() == pytest.approx(straight, rel=1e-5)
+    for part in read_parts(tmp_path / "run"):
+        assert part["memory"]["optimizer state"] >= 2 * part["memory"]["parameters"] > 0
+        assert {"phases", "model", "modules"} < {row for row, *_ in part["spans"]}
+        if layout == "tp":
+            assert {one["axes"] for one in part["communication"]} == {"tp"}
+    assert (tmp_path / "run" / "report.html").is_file()
 
 
 @pytest.mark.parametrize(
     "order", small_or_sweep([("torch", "mindspore"), ("mindspore", "torch")], [("torch", "mindspore")])
 )
-def test_a_checkpoint_of_one_framework_goes_on_on_the_other(tmp_path, straight, order):
+def test_a_checkpoint_of_one_framework_goes_on_on_the_other(tmp_path, of_pytorch, straight, order):
     first, second = order
-    with Run(tmp_path, FLOAT32, nproc=1, steps=STEPS // 2, every=0, platform=first) as run:
-        status, out, err = run.end(timeout=300)
-        assert status == 0, out + err
+    half = f"step-{STEPS // 2}"
+    if first == "torch":
+        shutil.copytree(of_pytorch / "checkpoints" / half, tmp_path / "run" / "checkpoints" / half)
+    else:
+        with Run(tmp_path, FLOAT32, nproc=1, steps=STEPS // 2, every=0, platform=first) as run:
+            status, out, err = run.end(timeout=300)
+            assert status == 0, out + err
     with Run(tmp_path, FLOAT32, "parallel.tp=2", nproc=2, steps=STEPS, every=0, platform=second) as run:
         status, out, err = run.end(timeout=300)
         assert status == 0, out + err
         assert f"steps {STEPS // 2 + 1} to {STEPS}, from " in out
-        assert run.losses() == pytest.approx(straight, rel=1e-5)
+        losses = run.losses()
+        assert losses == pytest.approx({step: straight[step] for step in losses}, rel=1e-5)
+        assert list(losses)[-STEPS // 2 :] == list(range(STEPS // 2 + 1, STEPS + 1))
 
 
-def test_adapters_train_as_on_pytorch(tmp_path):
-    with Run(tmp_path / "base", FLOAT32, "checkpoint.export_hugging_face=true", nproc=1, steps=1) as run:
-        assert run.end(timeout=200)[0] == 0
-    base = tmp_path / "base" / "run" / "hugging_face"
+def test_adapters_train_as_on_pytorch(tmp_path, of_pytorch):
+    base = of_pytorch / "hugging_face"
     sets = FLOAT32, f'model.weights="{base}"', "model.lora={rank = 2}", "checkpoint.export_hugging_face=true"
     seen = []
     for platform, more, nproc in (("torch", (), 1), ("mindspore", ("parallel.tp=2",), 2)):

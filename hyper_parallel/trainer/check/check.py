@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -66,16 +67,30 @@ def check_run(
             raise TypeError("check_run: ranks are processes on this framework, and `tamper` cannot be sent to them")
         answers = _on_processes(small, length, size, steps, tolerance)
     differences = [Difference(**one) for answer in answers for one in answer["differences"]]
+    sizes = small.parallel.degrees.fit(size).sizes
+    differences += _missing(answers, size // sizes["pp"])
     return Verdict(
         title=title,
         world_size=size,
         num_steps=steps,
-        sizes=small.parallel.degrees.fit(size).sizes,
+        sizes=sizes,
         microbatches=small.train.microbatches,
-        num_compared=max(answer["compared"] for answer in answers),
+        num_compared=max(answer["compared"] + len(answer["missing"]) for answer in answers)
+        - len(set.intersection(*(set(answer["missing"]) for answer in answers))),
         largest=max(answer["largest"] for answer in answers),
         differences=differences,
     )
+
+
+def _missing(answers: list[dict[str, Any]], ranks_of_stage: int) -> list[Difference]:
+    """What one process has and a rank does not, and none of its peers in the other stages of a pipeline."""
+    by_rank = {answer["rank"]: set(answer["missing"]) for answer in answers}
+    return [
+        Difference(name, rank, math.inf, 0.0)
+        for rank, missing in by_rank.items()
+        for name in sorted(missing)
+        if all(name in by_rank[peer] for peer in range(rank % ranks_of_stage, len(by_rank), ranks_of_stage))
+    ]
 
 
 def _title(config: RunConfig, small: RunConfig, size: int, steps: int, length: int, model: Any) -> str:

@@ -10,13 +10,13 @@ import numpy as np
 
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
 from hyper_parallel.core.dtensor.random.random_state import manual_seed
-from hyper_parallel.parallel.parallelize import parallelize
 from hyper_parallel.platform import get_platform
-from hyper_parallel.trainer.batches import Feeder, aligned_loss, takes_labels
+from hyper_parallel.trainer.batches import Feeder
 from hyper_parallel.trainer.building import build_model
 from hyper_parallel.trainer.check.verdict import Difference, ratio_of
 from hyper_parallel.trainer.optimizers import make_optimizer
 from hyper_parallel.trainer.proofs import find_spelling
+from hyper_parallel.trainer.splitting import split_model
 
 if TYPE_CHECKING:
     from hyper_parallel.data.dataset import Dataset
@@ -36,17 +36,7 @@ def _steps(config: RunConfig, data: Dataset, num_steps: int, tamper: Callable[[P
     model = build_model(config.model, config.train.dtype)
     if hasattr(model, "set_experts_implementation"):  # of transformers: the grouped kernel does not take float64
         model.set_experts_implementation("eager")
-    run = parallelize(
-        model,
-        config.parallel.degrees,
-        sequence_parallel=config.parallel.sequence_parallel,
-        attention=config.parallel.attention,
-        keep_whole=config.parallel.keep_whole,
-        offload=config.parallel.offload,
-        microbatches=config.train.microbatches,
-        recompute=None if config.recompute.mode == "none" else config.recompute.mode,
-        loss=None if takes_labels(model) else aligned_loss,
-    )
+    run = split_model(model, config)
     run.materialize(seed=config.train.seed)
     optimizer = make_optimizer(config.optimizer, run.named_parameters())
     feeder = Feeder(run, data, find_spelling(run, data))
@@ -107,9 +97,14 @@ def compare(
         largest = max(largest, error)
         if error > tolerance:
             differences.append(Difference(name, get_platform().get_rank(), error, ratio_of(mine, there)))
-    rank = get_platform().get_rank()
-    differences += [Difference(name, rank, math.inf, 0.0) for name in expected if name not in seen]
-    return {"differences": [one.as_data() for one in differences], "largest": largest, "compared": len(seen)}
+    missing = [name for name in expected if name not in seen]
+    return {
+        "differences": [one.as_data() for one in differences],
+        "largest": largest,
+        "compared": len(seen),
+        "missing": missing,
+        "rank": get_platform().get_rank(),
+    }
 
 
 def _array(value: Any) -> np.ndarray:

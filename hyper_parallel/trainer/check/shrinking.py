@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from hyper_parallel.models.llama_config import LlamaConfig
-from hyper_parallel.models.llama_sizes import llama_size
+from hyper_parallel.models.mixture_config import MixtureConfig
+from hyper_parallel.models.sizes import model_size
+from hyper_parallel.parallel.stages import table_for
 
 if TYPE_CHECKING:
     from hyper_parallel.trainer.config.run_config import RunConfig
@@ -53,18 +55,23 @@ def shrink(
     config: RunConfig, world_size: int, *, dtype: Literal["float64", "float32"] = "float64", keep_sizes: bool = False
 ) -> tuple[RunConfig, int]:
     """The config of the check, and the length of its samples: in ``dtype``, at a constant rate, from drawn values."""
-    sizes = config.parallel.degrees.fit(world_size).sizes
+    degrees = config.parallel.degrees.fit(world_size)
+    sizes, ep = degrees.sizes, int(degrees.ep)
     both, parts = sizes["cp"] * sizes["tp"], sizes["dp_replicate"] * sizes["dp_shard"]
     length = shrunk_size(config.data.length, both, 4 * both)
     parts *= config.train.microbatches
-    model = config.model
+    model, blocks = config.model, max(_BLOCKS, _num_stages(config, sizes["pp"]))
     if not keep_sizes and model.name is not None:
-        given = dataclasses.replace(LlamaConfig() if model.name == "llama" else llama_size(model.name), **model.args)
-        model = dataclasses.replace(model, name="llama", args=_llama(given, sizes["tp"], length))
+        given = dataclasses.replace(model_size(model.name), **model.args)
+        args = _llama(given, sizes["tp"], length, blocks)
+        if isinstance(given, MixtureConfig):
+            args |= _mixture(given, ep, sizes["tp"], config.train.microbatches)
+        name = "mixture" if isinstance(given, MixtureConfig) else "llama"
+        model = dataclasses.replace(model, name=name, args=args)
     elif not keep_sizes and model.hugging_face is not None:
         path = Path(model.hugging_face)
         values = json.loads((path / "config.json" if path.is_dir() else path).read_text())
-        model = dataclasses.replace(model, args=_hugging_face({**values, **model.args}, sizes["tp"], length))
+        model = dataclasses.replace(model, args=_hugging_face({**values, **model.args}, sizes["tp"], length, blocks))
     weights = None if model.hugging_face is None else "scratch"
     if model.lora is not None:  # which needs a folder; nothing is read from it, for all values are drawn
         weights = "."
@@ -97,12 +104,19 @@ def one_process(config: RunConfig) -> RunConfig:
     )
 
 
-def _llama(given: LlamaConfig, tp: int, length: int) -> dict[str, Any]:
+def _num_stages(config: RunConfig, pp: int) -> int:
+    if pp == 1:
+        return 1
+    parallel = config.parallel
+    return table_for(parallel.schedule, pp, config.train.microbatches, parallel.stages_per_rank).stages.num_stages
+
+
+def _llama(given: LlamaConfig, tp: int, length: int, blocks: int) -> dict[str, Any]:
     heads, key_heads = _heads(given.num_heads, given.num_kv_heads, tp)
     return {
         "vocab_size": shrunk_size(given.vocab_size, tp, _VOCABULARY),
         "dim": heads * min(given.head_dim, _HEAD_DIM),
-        "num_blocks": min(given.num_blocks, _BLOCKS),
+        "num_blocks": min(given.num_blocks, blocks),
         "num_heads": heads,
         "num_kv_heads": key_heads,
         "hidden_dim": shrunk_size(given.hidden_dim, tp, _WIDTH),
@@ -113,12 +127,35 @@ def _llama(given: LlamaConfig, tp: int, length: int) -> dict[str, Any]:
     }
 
 
+def _mixture(given: MixtureConfig, ep: int, tp: int, microbatches: int) -> dict[str, Any]:
+    """Few small experts, in as many groups. The balance of a whole micro-batch, which depends on how many there are, is
+    that of each sequence where there are several."""
+    in_group = given.num_experts // given.num_expert_groups
+    if given.num_expert_groups == 1:
+        experts = shrunk_size(given.num_experts, ep, max(_EXPERTS, ep))
+    else:
+        experts = given.num_expert_groups * min(in_group, 2)
+    choices = experts // given.num_expert_groups * given.num_limited_groups
+    kept = {field.name: getattr(given, field.name) for field in dataclasses.fields(MixtureConfig)}
+    kept = {name: value for name, value in kept.items() if name not in LlamaConfig.__dataclass_fields__}
+    is_split = microbatches > 1
+    return kept | {
+        "num_experts": experts,
+        "top_k": min(given.top_k, max(1, choices // 2)),
+        "expert_dim": shrunk_size(given.expert_dim, tp, _WIDTH // 2),
+        "shared_dim": shrunk_size(given.shared_dim, tp, _WIDTH // 2) if given.shared_dim else 0,
+        "num_dense_blocks": min(given.num_dense_blocks, 1),
+        "balance_loss": 0.0 if is_split else given.balance_loss,
+        "sequence_loss": given.sequence_loss + (given.balance_loss if is_split else 0.0),
+    }
+
+
 def _heads(heads: int, key_heads: int, tp: int) -> tuple[int, int]:
     fewer = shrunk_size(key_heads, tp, tp) if key_heads >= tp else key_heads
     return heads // key_heads * fewer, fewer
 
 
-def _hugging_face(values: dict[str, Any], tp: int, length: int) -> dict[str, Any]:
+def _hugging_face(values: dict[str, Any], tp: int, length: int, blocks: int) -> dict[str, Any]:
     """The values of a config.json that change; sizes that are not known stay."""
     found: dict[str, Any] = {}
 
@@ -138,19 +175,19 @@ def _hugging_face(values: dict[str, Any], tp: int, length: int) -> dict[str, Any
     for key, size in given("width"):
         found[key] = shrunk_size(size, tp, _WIDTH)
     for key, size in given("blocks"):
-        found[key] = min(size, _BLOCKS)
+        found[key] = min(size, blocks)
     for key, size in given("experts"):
         found[key] = min(size, _EXPERTS)
     for key, size in given("chosen"):
         found[key] = min(size, _EXPERTS)
     for key in _KEYS["by block"]:
         if isinstance(values.get(key), list):
-            found[key] = values[key][:_BLOCKS]
+            found[key] = values[key][:blocks]
     if isinstance(values.get("vocab_size"), int):
         found["vocab_size"] = shrunk_size(values["vocab_size"], tp, _VOCABULARY)
         for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
             if isinstance(values.get(key), int) and values[key] >= found["vocab_size"]:
                 found[key] = found["vocab_size"] - 1
     if isinstance(values.get("text_config"), dict):
-        found["text_config"] = {**values["text_config"], **_hugging_face(values["text_config"], tp, length)}
+        found["text_config"] = {**values["text_config"], **_hugging_face(values["text_config"], tp, length, blocks)}
     return found

@@ -12,10 +12,9 @@ from hyper_parallel.parallel.losses import is_hugging_face
 from hyper_parallel.plans.structure import structure_of
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.shared.membership import Member, as_member
-from hyper_parallel.trainer.batches import aligned_loss, takes_labels
 from hyper_parallel.trainer.building import build_model, model_vocabulary
 from hyper_parallel.trainer.optimizers import make_optimizer
-from hyper_parallel.trainer.precision import policy_of
+from hyper_parallel.trainer.splitting import split_model
 
 if TYPE_CHECKING:
     from hyper_parallel.parallel.parallel import Parallel
@@ -43,12 +42,8 @@ def job_of(config: RunConfig, world_size: int, device: str) -> Job:
         batch=rows,
         length=config.data.length,
         microbatches=config.train.microbatches,
-        sequence_parallel=config.parallel.sequence_parallel,
-        keep_whole=config.parallel.keep_whole,
-        precision=policy_of(config.precision),
         recompute="" if config.recompute.mode == "none" else config.recompute.mode,
-        offload=config.parallel.offload,
-        loss=lambda model: None if takes_labels(model) else aligned_loss,
+        split_by=lambda model: split_model(model, config, degrees),
         clip_norm=math.inf if clip == "none" else clip,
         optimizer=lambda parameters: make_optimizer(config.optimizer, [("", one) for one in parameters]),
         device=device,
@@ -95,19 +90,20 @@ def _element_size(name: str) -> int:
     return {"float64": 8, "float32": 4}.get(name, 2)
 
 
+_SHARDING = ("dp_replicate", "dp_shard", "edp", "cp")  # the axes over which blocks of a parameter are gathered
+
+
 def _largest_gather(run: Parallel, config: RunConfig) -> int:
     """The whole parameters of a block, or of all that is outside of blocks; 0 where they are not sharded."""
-    shared = run.mesh.size(("dp_shard", "cp"))
-    if shared == 1:
+    sizes = run.degrees.sizes
+    if sizes["dp_shard"] * sizes["cp"] == 1:
         return 0
     blocks = structure_of(run.model).blocks
     units: dict[str, int] = {}
     for name, parameter in run.named_parameters():
         unit = next((path for path in blocks if name.startswith(f"{path}.")), "")
         layout = parameter._layout
-        parts = math.prod(
-            run.mesh.size(str(label)) for label in _labels(layout) if label not in ("dp_replicate", "dp_shard", "cp")
-        )
+        parts = math.prod(run.mesh.size(str(label)) for label in _labels(layout) if label not in _SHARDING)
         units[unit] = units.get(unit, 0) + math.prod(parameter.shape) // parts
     compute = config.train.dtype if config.precision.compute == "same" else config.precision.compute
     return max(units.values()) * _element_size(compute)

@@ -41,7 +41,7 @@ class MeasuredForecast:
         self._resident = _resident_bytes()
 
     def is_due(self, step: int) -> bool:
-        return self.forecast is not None and step == self._first + _STEPS
+        return self.forecast is not None and self.forecast.needed is not None and step == self._first + _STEPS
 
     def compare(self) -> dict[str, Any]:
         """The event: state and peak, each with forecast, measured, error, and whether it is within its bound."""

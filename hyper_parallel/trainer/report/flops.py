@@ -55,7 +55,7 @@ def flops_per_token(run: Parallel, length: int) -> float | None:
     if head_dim is None:
         return None
     experts = _first(config, "num_experts", "num_local_experts", "n_routed_experts")
-    active = _first(config, "num_experts_per_tok")
+    active = _first(config, "num_experts_per_tok", "top_k")
     share = active / experts if experts and active else 1.0
     return _flops_of_products(run, config, share) + 6.0 * layers * heads * head_dim * length
 

@@ -35,6 +35,7 @@ def config_of(folder, steps=4, **sections):
 # ---------------------------------------------------------------- two ranks
 
 
+@pytest.mark.sweep("mindspore")  # At every change tests/trainer/test_mindspore_runs.py looks at what its runs recorded.
 @run_on_ranks(2)
 def test_a_run_on_two_ranks(tmp_path):
     config = config_of(tmp_path / "run", parallel={"tp": 2}, log={"trace_step": 3, "peak_flops": 1e9})

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from pydantic.dataclasses import dataclass
 
-from hyper_parallel.trainer.config.section import STRICT, Bytes, Count, Duration, Problem, Section, Text, Whole
+from hyper_parallel.trainer.config.section import STRICT, Bytes, Count, Duration, Flag, Problem, Section, Text, Whole
 
 __all__ = ["LaunchConfig"]
 
@@ -32,6 +32,8 @@ class LaunchConfig(Section):
     """How long a rank waits for another one before it gives up."""
     device_memory: Bytes | None = None
     """Memory for one rank, as "80GB": a run that needs more is not started; without it what the device has."""
+    forecast: Flag = True
+    """Whether memory is forecast before ranks start, by a process that takes as long to start as they do."""
 
     def problems(self) -> Iterator[Problem]:
         if self.host_rank >= self.hosts:

@@ -12,8 +12,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from hyper_parallel.models.llama_config import LlamaConfig
-from hyper_parallel.models.llama_sizes import LLAMA_SIZES
+from hyper_parallel.models.sizes import SIZES
 from hyper_parallel.trainer.config.builders import problems_of_call
 from hyper_parallel.trainer.config.section import STRICT, Count, Flag, Fraction, Positive, Problem, Section, Text
 
@@ -21,7 +20,6 @@ __all__ = ["DEFAULT_TARGETS", "SCRATCH", "LoraConfig", "ModelConfig"]
 
 SCRATCH = "scratch"
 DEFAULT_TARGETS = ("*proj*", "*attention.*", "*feed_forward.*")
-_PLAIN = "llama"  # the sizes of LlamaConfig, all of which args may change
 
 
 @dataclass(config=STRICT, kw_only=True, frozen=True)
@@ -48,7 +46,7 @@ class ModelConfig(Section):
     WITH_ALTERNATIVE: ClassVar[tuple[str, ...]] = ("args",)
 
     name: Text | None = None
-    """A size of the reference model, "llama-8b"; or "llama", with its sizes in [model.args]."""
+    """A size of a reference model, "llama-8b", "mixture-8x7b"; or "llama" or "mixture", with sizes in [model.args]."""
     hugging_face: Text | None = None
     """A folder with a Hugging Face config.json, or the path of one (PyTorch only)."""
     build: Text | None = None
@@ -93,26 +91,25 @@ class ModelConfig(Section):
             )
 
     def _problems_of_name(self, name: str) -> Iterator[Problem]:
-        sizes = LlamaConfig() if name == _PLAIN else LLAMA_SIZES.get(name)
+        sizes = SIZES.get(name)
         if sizes is None:
-            names = [_PLAIN, *LLAMA_SIZES]
-            near = difflib.get_close_matches(name, names, 1)
+            near = difflib.get_close_matches(name, SIZES, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            yield Problem(("name",), f"must be one of {', '.join(names)}, got {name!r}{hint}")
+            yield Problem(("name",), f"must be one of {', '.join(SIZES)}, got {name!r}{hint}")
             return
-        wrong = list(_unknown_args(self.args, [field.name for field in dataclasses.fields(LlamaConfig)], name))
-        for field in dataclasses.fields(LlamaConfig):
+        wrong = list(_unknown_args(self.args, [field.name for field in dataclasses.fields(sizes)], name))
+        for field in dataclasses.fields(sizes):
             value, usual = self.args.get(field.name), getattr(sizes, field.name)
             if value is not None and type(value) is not type(usual):
                 if isinstance(usual, float) and type(value) is int:
                     continue
-                kind = {int: "a whole number", float: "a number", bool: "true or false"}[type(usual)]
+                kind = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}[type(usual)]
                 wrong.append(Problem((f"args.{field.name}", "name"), f"must be {kind}, got {value!r}"))
         if not wrong:
             try:
                 dataclasses.replace(sizes, **self.args)
             except ValueError as error:
-                what = str(error).removeprefix("LlamaConfig: ")
+                what = str(error).removeprefix(f"{type(sizes).__name__}: ")
                 key = next((key for key in self.args if what.startswith(f"{key}=") or f" {key}=" in what), None)
                 key = key or next((key for key in self.args if what.startswith(key)), None)
                 wrong.append(Problem((f"args.{key}" if key else "args", "name"), what))

@@ -13,6 +13,9 @@ from hyper_parallel.trainer.config.section import STRICT, Count, Flag, Problem, 
 __all__ = ["ParallelConfig"]
 
 _Degree = Count | Literal["rest"]
+_Schedule = Literal[
+    "gpipe", "1f1b", "interleaved", "looped_bfs", "zb_h1", "zb_h2", "zb1p", "zbv", "v_half", "v_min", "dual_pipe_v"
+]
 
 
 @dataclass(config=STRICT, kw_only=True, frozen=True)
@@ -28,13 +31,19 @@ class ParallelConfig(Section):
     tp: _Degree = 1
     """Parts of each layer."""
     pp: _Degree = 1
-    """Stages of the model, one after the other."""
+    """Stages of the model, one after the other; give train.microbatches at least as many, better twice as many."""
+    schedule: _Schedule = "1f1b"
+    """With pp: what each rank does in which order; `hyper-parallel pipeline show` draws them."""
+    stages_per_rank: Count | None = None
+    """With pp: how many stages a rank has, for the schedules interleaved, looped_bfs and zb1p. None: 2."""
     ep: Count = 1
     """Groups of experts, on ranks of dp_shard, cp and tp."""
     sequence_parallel: Flag = True
     """With tp: activations between the halves of a block are sharded along the sequence."""
-    attention: Literal["auto", "gather"] = "auto"
-    """With cp: how attention sees the whole sequence; gather: keys and values are gathered."""
+    attention: Literal["auto", "ring", "ulysses", "gather", "hybrid"] = "auto"
+    """With cp: how queries meet the keys of other ranks; auto: the cheapest way."""
+    order: Literal["contiguous", "zigzag", "striped"] = "contiguous"
+    """With cp: how tokens lie on the ranks; zigzag and striped give them equal work in causal attention."""
     keep_whole: tuple[Text, ...] = ()
     """Patterns of the names of modules that tp leaves whole."""
     offload: Flag = False

@@ -21,3 +21,5 @@ class PrecisionConfig(Section):
     """Of parameters and activations in forward and backward; "same": train.dtype."""
     reduce: _Dtype = "same"
     """In which gradients are summed over ranks and micro-batches; "same": that of the gradients."""
+    compile: Literal["none", "local", "inductor"] = "none"
+    """Blocks as recorded local programs, as they are or compiled; "none": by dispatch."""
