@@ -16,6 +16,7 @@ _ROOT = Path(__file__).resolve().parents[1]
 _FLOORS = [
     ["platform"],
     ["core.dtensor", "core.utils"],
+    ["core.context_parallel.blocks"],  # The attention rule calls it.
     ["core.shard"],
     ["core.modules"],
     [
@@ -26,6 +27,7 @@ _FLOORS = [
         "core.context_parallel",
         "core.expert_parallel",
         "core.activation_memory",
+        "core.lowering",
         "core.distributed_checkpoint",
     ],
     ["plans", "drawing"],

@@ -22,8 +22,9 @@ DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"
 
 # Commands that would run these tests again, or that .ci/run or test_demo.py runs: here make only has to know them.
 _RUN_ELSEWHERE = ("make test", "make sweep", "make demo", "make lint", "make bench", ".ci/run", ".venv/bin/pytest")
-# Too long for every change: another program under torchrun, and a model of 70 billion parameters.
-_SWEPT = ("examples/layouts.py", "dry-run llama-70b")
+# Too long for every change: another program under torchrun, a model of 70 billion parameters, a second forecast.
+_SWEPT = ("examples/layouts.py", "dry-run llama-70b", "forecast examples/run.toml --nproc 4")
+_COMMAND_LINE = ".venv/bin/hyper-parallel "
 
 
 def _blocks(language):
@@ -62,13 +63,24 @@ def forks():
         yield context
 
 
-def _run_script(script, output, variables):
-    os.environ.update(variables)
+def _print_to(output):
     with open(output, "w") as file:
         for standard in (1, 2):
             os.dup2(file.fileno(), standard)
+
+
+def _run_script(script, output, variables):
+    os.environ.update(variables)
+    _print_to(output)
     sys.argv = [str(script)]
     runpy.run_path(str(script), run_name="__main__")
+
+
+def _run_command_line(words, output):
+    os.chdir(ROOT)
+    _print_to(output)
+    sys.argv = words
+    runpy.run_module("hyper_parallel.cli", run_name="__main__", alter_sys=True)
 
 
 def _run_on_processes(forks, script, num_processes):
@@ -79,20 +91,36 @@ def _run_on_processes(forks, script, num_processes):
         forks.Process(target=_run_script, args=(script, output, {"RANK": str(rank), "LOCAL_RANK": str(rank), **shared}))
         for rank, output in enumerate(outputs)
     ]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(timeout=300)
-        rank.kill()
-        rank.join()
-    return [rank.exitcode for rank in ranks], "\n".join(output.read_text() for output in outputs)
+    return _ended(ranks), "\n".join(output.read_text() for output in outputs)
+
+
+def _ended(processes):
+    """Their exit codes."""
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(timeout=300)
+        process.kill()
+        process.join()
+    return [process.exitcode for process in processes]
 
 
 def _is_an_example(text):
     return any(example.read_text() == text for example in ROOT.glob("examples/*.py"))
 
 
-@pytest.mark.parametrize("text", [block for block in _blocks("python") if not _is_an_example(block.values[0])])
+# The blocks of this page go on from each other, on two ranks: tests/context_parallel/test_page.py runs them.
+_PAGE_OF_TWO_RANKS = "long_sequences.md"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        block
+        for block in _blocks("python")
+        if not _is_an_example(block.values[0]) and not block.id.startswith(_PAGE_OF_TWO_RANKS)
+    ],
+)
 def test_python_block_runs(text, tmp_path, forks):
     script = tmp_path / "block.py"
     script.write_text(text)
@@ -109,7 +137,12 @@ def test_readme_shows_an_example_as_it_is_and_the_command_that_runs_it_on_two_pr
 @pytest.mark.parametrize(
     "command", small_or_sweep(_commands(), [one for one in _commands() if not any(swept in one for swept in _SWEPT)])
 )
-def test_command_works(command):
+def test_command_works(command, forks, tmp_path):
+    if command.startswith(_COMMAND_LINE):  # as tests/test_cli.py starts it, but with the frameworks loaded already
+        output = tmp_path / "output"
+        assert _ended([forks.Process(target=_run_command_line, args=(shlex.split(command), output))]) == [0], output
+        assert "\x1b" not in output.read_text(), "colours where there is no terminal"
+        return
     if command.startswith(_RUN_ELSEWHERE):
         if command.startswith("make "):
             command = f"make --dry-run {command.removeprefix('make ')}"

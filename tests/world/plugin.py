@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.world.cpu_seconds import CpuSeconds, is_possible
 from tests.world.decorator import WORLD_SIZE
 from tests.world.frameworks import FRAMEWORKS
 from tests.world.world import Worlds
@@ -51,6 +52,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if not FRAMEWORKS[name].is_installed:
         raise pytest.UsageError(f'--platform={name}: {name} is not installed; pip install "hyper-parallel[{name}]"')
     os.environ["HYPER_PARALLEL_PLATFORM"] = name
+    if is_possible():
+        config.pluginmanager.register(CpuSeconds())
 
 
 _USES_THREADS = pytest.StashKey[bool]()
@@ -151,7 +154,7 @@ def _world_size(item: pytest.Item) -> int | None:
 
 
 # Whose ranks are threads: what communicates through the platform only, and is not about how it does.
-_ON_THREADS = ("core", "shard", "tensor_parallel", "fully_shard", "parallel")
+_ON_THREADS = ("core", "shard", "tensor_parallel", "fully_shard", "context_parallel", "parallel", "pipeline_parallel")
 
 
 def _uses_threads(item: pytest.Item) -> bool:
