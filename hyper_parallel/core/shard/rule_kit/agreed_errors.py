@@ -18,6 +18,8 @@ from hyper_parallel.platform import get_platform
 
 _platform = get_platform()
 
+_FAILED = 2**62  # above every number that ranks agree on
+
 
 def with_agreed_errors(signature: Signature, may_fail: Callable[[LocalCall], bool] | None = None) -> Signature:
     """The signature of an operator that looks at values and may raise; without ``may_fail`` always.
@@ -63,17 +65,16 @@ def _agree(call: LocalCall, error: RuntimeError | None) -> None:
 
 
 def agreed_maximum(mesh: DeviceMesh, axes: tuple[int, ...], number: int, error: RuntimeError | None) -> int:
-    """The largest ``number`` of the ranks along ``axes``, all of which raise if one has an error.
+    """The largest ``number`` (none is negative) of the ranks along ``axes``, all of which raise if one has an error.
 
-    forward: one all-reduce of two numbers.
+    forward: one all-reduce of one number.
     """
     if axes:
         group = mesh.get_group(axes)
-        found = _platform.index_tensor([[int(error is not None), number]], mesh.device_type)
-        _platform.all_reduce(found, group, op="max")
-        failed, largest = found.tolist()[0]
-        if not failed:
-            return int(largest)
+        largest = _platform.index_tensor([[number if error is None else _FAILED]], mesh.device_type)
+        _platform.all_reduce(largest, group, op="max")
+        if largest.item() < _FAILED:
+            return int(largest.item())
         errors: list[Any] = [None] * len(_platform.get_process_group_ranks(group))
         _platform.all_gather_object(errors, None if error is None else (type(error), str(error)), group)
         kind, message = next(one for one in errors if one is not None)
