@@ -19,6 +19,7 @@ def test_the_twin_answers():
     assert "PyTorch twin" in note and note in str(report)
 
 
+@pytest.mark.sweep("mindspore")
 def test_classes_and_mistakes_cross_over():
     assert [one.ranks for one in hp.dry_run_classes("llama-demo", "tp=3", length=64)] == [(0, 1), (2,)]
     with pytest.raises(ValueError, match="no model is called 'lama'"):

@@ -145,6 +145,7 @@ def is_cut_state(state, value):
     return all(equal(state[name].full_tensor(), whole) for name in names) and equal(state["plain"], whole)
 
 
+@pytest.mark.sweep("mindspore")
 @run_on_ranks(2)
 def test_no_rank_changes_anything_when_one_of_them_cannot(tmp_path):
     platform = get_platform()

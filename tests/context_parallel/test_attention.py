@@ -37,6 +37,7 @@ def test_what_scores_are_made_of(name: str) -> None:
     check(EXTRAS[name], tolerance=1e-5 if name == "float32" else 1e-10)
 
 
+@pytest.mark.sweep("mindspore")
 @pytest.mark.parametrize("kind", KINDS)
 def test_small_tiles_give_the_same(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(visibility, "LARGEST_MASK", 4)

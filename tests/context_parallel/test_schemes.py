@@ -46,6 +46,7 @@ def test_all_visibilities_lengths_and_heads(name: str, sweep: bool) -> None:
         check(extra, _mesh(), [hp.Shard(2)])
 
 
+@pytest.mark.sweep("mindspore")
 @run_on_ranks(4)
 @pytest.mark.parametrize("name", TAKEN)
 @pytest.mark.parametrize("tokens", small_or_sweep([16, 13, 3], [13]))
@@ -60,6 +61,7 @@ def test_with_heads_or_the_batch_on_another_axis(name: str, tokens: int) -> None
                 check(case, mesh, [other, hp.Shard(2)])
 
 
+@pytest.mark.sweep("mindspore")
 @run_on_ranks(4)
 @pytest.mark.parametrize("kind", small_or_sweep(KINDS, ["causal", "packed"]))
 @pytest.mark.parametrize("tokens", small_or_sweep([16, 13, 3], [13]))
@@ -72,6 +74,7 @@ def test_hybrid_over_two_axes_and_over_one(kind: str, tokens: int) -> None:
     check(case, _mesh(), [hp.Shard(2)], scheme="hybrid")
 
 
+@pytest.mark.sweep("mindspore")
 @run_on_ranks(2, sweep=(4,))
 @pytest.mark.parametrize("name", ["ring", "balanced ring"])
 def test_keys_travel_in_pieces(name: str) -> None:

@@ -21,6 +21,7 @@ SMALL = ["dp_shard=2, ep=2"] if on_mindspore else ["dp_shard=2, ep=2", "tp=2, ep
 CASES = ("softmax", "sigmoid with groups", "before experts")
 
 
+@pytest.mark.sweep("mindspore")
 @pytest.mark.parametrize("case", small_or_sweep(CASES, CASES[1:2]))
 @pytest.mark.parametrize("degrees", small_or_sweep(LAYOUTS[2], SMALL))
 @run_on_ranks(2)

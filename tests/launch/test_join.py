@@ -84,6 +84,7 @@ def test_alone():
     assert output.splitlines()[-1] == "0 1 nobody [0] None"
 
 
+@pytest.mark.sweep("mindspore")
 def test_by_the_variables_of_slurm():
     for rank, (code, output) in enumerate(_run([_slurm(rank) for rank in range(2)])):
         assert code == 0, output

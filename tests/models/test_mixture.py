@@ -222,6 +222,7 @@ def check(got, want, in_stages=False):
         np.testing.assert_allclose(value, expected, rtol=0, atol=20 * limit, err_msg=name)
 
 
+@pytest.mark.sweep("mindspore")
 @run_on_ranks(1, 2, *FOUR, sweep=LATER, timeout=400)
 def test_every_layout_trains_as_one_device(sweep):
     ranks = get_platform().get_world_size()

@@ -44,6 +44,7 @@ def _losses_of_threads(capsys, ranks, *arguments):
     return _read(capsys.readouterr().out)
 
 
+@pytest.mark.sweep("mindspore")
 @pytest.mark.sweep("torch")
 @pytest.mark.processes("an example, as a user starts it")
 def test_losses_do_not_depend_on_the_degrees(tmp_path, sweep):

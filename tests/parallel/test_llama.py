@@ -1,6 +1,7 @@
 """The reference Llama under `hp.parallelize` on both frameworks: every layout trains as PyTorch does on one device."""
 
 import numpy as np
+import pytest
 import torch
 
 import hyper_parallel as hp
@@ -111,6 +112,7 @@ def test_every_layout_trains_as_one_device(sweep):
         _check(_train(degrees, 3), want)
 
 
+@pytest.mark.sweep("mindspore")
 @run_on_ranks(2, timeout=300)
 def test_recomputed_blocks(sweep):
     want = _on_one_device(_dtype())

@@ -94,6 +94,7 @@ def test_training_goes_on_under_any_other_split(pair: tuple[str, str], saved: An
     check(worlds(_RANKS[after], timeout=500).run(second_half, after, saved(before)))
 
 
+@pytest.mark.sweep("mindspore")
 @pytest.mark.skipif(not on_mindspore, reason="one pair of frameworks is enough, and MindSpore's world has both")
 def test_a_checkpoint_crosses_frameworks_there_and_back(worlds: Any, tmp_path: Path) -> None:
     ours, theirs = str(tmp_path / "mindspore"), str(tmp_path / "torch")

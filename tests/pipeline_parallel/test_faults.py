@@ -53,6 +53,7 @@ def _run(fault: str, folder: Path) -> list[tuple[int, str, str]]:
             one.kill()
 
 
+@pytest.mark.sweep("mindspore")
 @pytest.mark.parametrize("fault", small_or_sweep(_FAULTS, _SMALL))
 def test_all_ranks_raise_in_time_and_name_the_action(fault: str, tmp_path: Path) -> None:
     for rank, (code, out, err) in enumerate(_run(fault, tmp_path)):

@@ -71,6 +71,7 @@ def test_recomputed_blocks_split_backward_and_accumulation() -> None:
     )
 
 
+@pytest.mark.sweep("mindspore")
 @run_on_ranks(4, timeout=600)
 def test_stages_with_the_other_parallelisms(sweep: bool) -> None:
     cases: list[tuple[str, dict[str, Any]]] = [
@@ -90,6 +91,7 @@ def test_stages_with_the_other_parallelisms(sweep: bool) -> None:
             check(in_stages(degrees, tied, **options), want[tied])
 
 
+@pytest.mark.sweep("mindspore")
 @run_on_ranks(2, timeout=300)
 def test_evaluation_and_outputs_before_training_and_between() -> None:
     run = hp.parallelize(training.model_with_values(), "pp=2", schedule="zbv", microbatches=3)
@@ -109,6 +111,7 @@ def test_evaluation_and_outputs_before_training_and_between() -> None:
         run.zero_grad()
 
 
+@pytest.mark.sweep("mindspore")
 @run_on_ranks(2, timeout=300)
 def test_lengths_and_rows_that_change_from_step_to_step() -> None:
     run = hp.parallelize(training.model_with_values(), "pp=2", schedule="1f1b", microbatches=3)
@@ -121,6 +124,7 @@ def test_lengths_and_rows_that_change_from_step_to_step() -> None:
         np.testing.assert_allclose(training.values_of(found), training.values_of(expected), rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.sweep("mindspore")
 @run_on_ranks(2, timeout=300)
 def test_a_loss_that_counts_what_the_model_gives() -> None:
     """The number of targets is known on the last stage alone, and all stages divide by it."""
@@ -152,6 +156,7 @@ def _named(model: Any) -> Any:
     return get_platform().parameters_dict(model).items()
 
 
+@pytest.mark.sweep("mindspore")
 @run_on_ranks(2, timeout=300)
 def test_a_table_written_by_hand() -> None:
     table = Table.parse(

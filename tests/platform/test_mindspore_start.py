@@ -95,6 +95,7 @@ def test_plain_processes_and_a_killed_one(program):
         assert "has died" in said[rank]
 
 
+@pytest.mark.sweep("mindspore")
 def test_a_world_with_a_secret_is_made_among_strangers(program):
     """Somebody who knows all but the secret calls all the time, from before rank 1 comes."""
     port = free_port()
@@ -137,6 +138,7 @@ def test_an_address_of_ipv6_has_brackets_in_a_url():
     assert groups._whereabouts("tcp://localhost:29500", 0, 1) == (0, 1, "localhost", 29500)
 
 
+@pytest.mark.sweep("mindspore")
 def test_torchrun(program):
     command = [BIN / "torchrun", "--standalone", "--nproc-per-node", "2", program]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=LONG)

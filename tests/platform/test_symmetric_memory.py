@@ -496,5 +496,6 @@ def test_one_rank_is_killed_and_the_other_ends_without_free(worlds, tmp_path):
         assert f"rank 1 (process {victim}) has died" in message
 
 
+@pytest.mark.sweep("mindspore")
 def test_all_ranks_are_killed_while_they_allocate(worlds):
     run_and_be_killed(worlds, allocate_until_killed, f"killed-{uuid.uuid4().hex}")

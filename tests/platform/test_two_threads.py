@@ -244,6 +244,7 @@ def test_hook_without_a_coordinator_or_with_a_disabled_one() -> None:
         differentiable_sync_hook(x, "a", None)
 
 
+@pytest.mark.sweep("mindspore")
 @run_on_ranks(2)
 def test_a_forward_that_is_run_again_in_backward_belongs_to_the_backward_thread() -> None:
     coordinator = RecordingCoordinator()

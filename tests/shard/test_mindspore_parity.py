@@ -102,6 +102,7 @@ def test_losses_equal_those_of_torch_on_one_process(worlds, torch_worlds, expect
     _assert_equal(worlds(4, TIMEOUT).run(train_on_mindspore, runs), runs, expected)
 
 
+@pytest.mark.sweep("mindspore")
 def test_mindspore_goes_on_from_a_checkpoint_of_torch(worlds, torch_worlds, expected, tmp_path):
     runs = [Run("tensor parallel", HALF, name, save=tmp_path / name) for name in OPTIMIZERS]
     _assert_equal(torch_worlds(2, TIMEOUT).run(train_on_torch, runs), runs, expected)
@@ -112,6 +113,7 @@ def test_mindspore_goes_on_from_a_checkpoint_of_torch(worlds, torch_worlds, expe
     _assert_equal(worlds(2, TIMEOUT).run(train_on_mindspore, runs), runs, expected)
 
 
+@pytest.mark.sweep("mindspore")
 def test_torch_goes_on_from_a_checkpoint_of_mindspore(worlds, torch_worlds, expected, tmp_path):
     """That of AdamW is written in the background while training goes on."""
     runs = [Run("data and tensor", HALF, save=tmp_path / "AdamW", in_background=True)]

@@ -39,6 +39,7 @@ def _step(model, ids, labels):
     return {name: one.full_tensor() if isinstance(one, hp.DTensor) else one for name, one in found.items()}
 
 
+@pytest.mark.sweep("mindspore")
 @run_on_ranks(4, timeout=300)
 @pytest.mark.parametrize("cp", [2, 4])
 @pytest.mark.parametrize("plan", ["by hand", "structure"])

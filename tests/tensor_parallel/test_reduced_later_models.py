@@ -48,6 +48,7 @@ def _sums(recorder, mesh):
     return sum(len(one.shape) in (1, 2) and "float" in str(one.dtype).lower() for one in found)
 
 
+@pytest.mark.sweep("mindspore")
 @run_on_ranks(4, timeout=300)
 @pytest.mark.parametrize("cp", [2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_nothing_is_sent_for_parameters_until_they_are_reduced(cp, sweep):

@@ -176,6 +176,7 @@ def decoder_plan(sequence_parallel: bool) -> dict[str, Any]:
     return plan
 
 
+@pytest.mark.sweep("mindspore")
 @run_on_ranks(4, timeout=300)
 def test_decoder(sweep):
     mesh = tp_mesh()

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 from mindspore import Tensor, nn, ops
 from mindspore.experimental import optim
 
@@ -86,6 +87,7 @@ def assert_same_parameters(net: Any, expected: Any) -> None:
         np.testing.assert_allclose(whole(found[name]), whole(value), rtol=1e-4, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.sweep("mindspore")
 @run_on_ranks(2, 4, timeout=300)
 def test_training_with_a_checkpoint_in_the_middle(tmp_path):
     world = get_platform().get_world_size()
@@ -113,6 +115,7 @@ def test_training_with_a_checkpoint_in_the_middle(tmp_path):
     assert_same_parameters(again, expected)
 
 
+@pytest.mark.sweep("mindspore")
 @run_on_ranks(4, timeout=300)
 def test_data_and_tensor_parallel():
     mesh = hp.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))

@@ -106,6 +106,7 @@ def test_a_checkpoint_of_one_framework_goes_on_on_the_other(tmp_path, of_pytorch
         assert list(losses)[-STEPS // 2 :] == list(range(STEPS // 2 + 1, STEPS + 1))
 
 
+@pytest.mark.sweep("mindspore")
 def test_adapters_train_as_on_pytorch(tmp_path, of_pytorch):
     base = of_pytorch / "hugging_face"
     sets = FLOAT32, f'model.weights="{base}"', "model.lora={rank = 2}", "checkpoint.export_hugging_face=true"

@@ -99,7 +99,9 @@ def pytest_report_header(config: pytest.Config) -> str:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     mark = metafunc.definition.get_closest_marker("ranks")
     if mark is not None:
-        often = mark.args if metafunc.config.getoption("--platform") == "torch" else _few_sizes(mark.args)
+        often = mark.args
+        if metafunc.config.getoption("--platform") == "mindspore":
+            often = _few_sizes(mark.args, metafunc.definition.path)
         sizes = (*mark.args, *mark.kwargs["sweep"])
         cases = [pytest.param(size, marks=() if size in often else pytest.mark.sweep) for size in sizes]
         metafunc.parametrize(WORLD_SIZE, cases, ids=[f"world{size}" for size in sizes])
@@ -107,22 +109,29 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 # Note [What runs on MindSpore at every change]
 # A rank on MindSpore is a new interpreter that takes five seconds of a core to start, and an operator takes many times
-# as long as on PyTorch, where the same tests run in full, in one process. So at every change there are worlds of 2 and
-# 4 ranks only, a test runs on the smaller of its worlds, and a test on ranks that runs on both frameworks has the first
-# and the last of its cases. A sweep has all.
+# as long as on PyTorch, where the same tests run in full, in one process. So at every change a test runs on the smaller
+# of its worlds. These are worlds of 2 ranks, and of 4 only where meshes themselves are the subject and in tests that
+# are MindSpore's own. A test on ranks that runs on both frameworks has the first and the last of its cases. A sweep has
+# all.
 _SIZES_ON_MINDSPORE = (2, 4)
+_ABOUT_MESHES = ("core", "fully_shard")
 _CASES_ON_MINDSPORE = 2
 
 
-def _few_sizes(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(sorted(set(sizes) & set(_SIZES_ON_MINDSPORE))[:1])
+def _few_sizes(sizes: tuple[int, ...], path: Path) -> tuple[int, ...]:
+    on_four = path.parent.name in _ABOUT_MESHES or _is_mindspores(path)
+    return tuple(sorted(set(sizes) & set(_SIZES_ON_MINDSPORE if on_four else _SIZES_ON_MINDSPORE[:1]))[:1])
+
+
+def _is_mindspores(path: Path) -> bool:
+    return _IMPORTS["mindspore"].search(path.read_text()) is not None
 
 
 def _few_cases(items: list[pytest.Item]) -> set[pytest.Item]:
     """Those of tests on ranks that PyTorch runs too: the first and the last case of each."""
     by_test: dict[tuple[Path, str], list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("ranks") is not None and not _IMPORTS["mindspore"].search(item.path.read_text()):
+        if item.get_closest_marker("ranks") is not None and not _is_mindspores(item.path):
             by_test.setdefault((item.path, item.originalname), []).append(item)
     left_out = [cases[1:-1] for cases in by_test.values() if len(cases) > _CASES_ON_MINDSPORE]
     return {item for cases in left_out for item in cases}

@@ -247,6 +247,7 @@ def _resident() -> float:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
 
 
+@pytest.mark.sweep("mindspore")
 @run_on_ranks(2)
 def test_memory_is_that_of_a_few_units() -> None:
     """Whole, 12 layers are 96 MiB; a step holds shards (48), their gradients (48) and a few layers."""

@@ -44,6 +44,7 @@ def test_one_shard_axis(reshard) -> None:
     assert isinstance(ours.blocks[0], hp.HSDPModule) and isinstance(ours.blocks[0], Block)
 
 
+@pytest.mark.sweep("mindspore")
 @run_on_ranks(4)
 @pytest.mark.parametrize("shape", small_or_sweep([(2, 2), (1, 4), (4, 1)], [(2, 2), (1, 4)]))
 def test_hybrid(shape) -> None:
@@ -183,6 +184,7 @@ MODES = ("keep", "all_reduce_last", "by hand", "reduce")
 ACCUMULATIONS = [(mode, shape) for shape in ((2, 2), (4,)) for mode in MODES]
 
 
+@pytest.mark.sweep("mindspore")
 @run_on_ranks(4)
 @pytest.mark.parametrize("case", small_or_sweep(ACCUMULATIONS, ACCUMULATIONS[:3]), ids=str)
 def test_accumulation(case) -> None:

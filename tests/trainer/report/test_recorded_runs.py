@@ -75,6 +75,7 @@ def test_a_run_on_two_ranks(tmp_path):
     assert "Communication of one step" in (tmp_path / "run" / "report.html").read_text()
 
 
+@pytest.mark.sweep("mindspore")
 @run_on_ranks(2)
 def test_a_failure_is_on_the_page(tmp_path):
     config = config_of(tmp_path / "run", optimizer={"lr": 1e30, "name": "sgd"}, log={"peak_flops": 1e9})
