@@ -51,7 +51,10 @@ def _reset_torch(seed: int) -> None:
 def _reset_mindspore(seed: int) -> None:
     import mindspore
 
+    from hyper_parallel.platform.mindspore import private_api
+
     mindspore.set_seed(seed)
+    private_api.start_recording()  # A test before may have let an operator fail, where MindSpore stops.
 
 
 FRAMEWORKS = {
