@@ -58,6 +58,7 @@ def test_ranks_are_forked_from_a_process_with_one_thread(worlds):
     assert worlds.nursery.start_method == ("fork" if worlds.framework.may_fork else "exec")
 
 
+@pytest.mark.sweep
 def test_ranks_can_be_new_interpreters(pytestconfig):
     worlds = Worlds(pytestconfig.getoption("--platform"), may_fork=False)
     try:
@@ -318,6 +319,7 @@ def test_platform_that_does_not_exist(suite, monkeypatch):
     assert suite.runpytest_inprocess("--platform=abacus").ret == pytest.ExitCode.USAGE_ERROR
 
 
+@pytest.mark.sweep
 def test_nothing_is_left_when_pytest_ends(suite):
     suite.makepyfile(_HANGING_SUITE)
     ends = {signal.SIGINT: pytest.ExitCode.INTERRUPTED, signal.SIGKILL: -signal.SIGKILL}

@@ -112,6 +112,7 @@ def test_a_stranger_without_the_secret_does_not_become_a_rank(port, tmp_path, se
     ]
 
 
+@pytest.mark.sweep
 def test_a_rank_with_another_secret_is_told(port, capfd):
     def rank_0():
         with pytest.raises(TimeoutError, match="HYPER_PARALLEL_SECRET"):

@@ -77,6 +77,7 @@ def test_a_name_that_does_not_resolve_ends_both_sides(hosts, program):
     assert time.monotonic() - start < 100
 
 
+@pytest.mark.sweep
 @pytest.mark.sweep("mindspore")
 def test_a_link_that_goes_down_ends_both_sides_in_time(hosts, program, tmp_path):
     processes = [hosts.launch(host, program, TEST_LOOP=str(tmp_path), TEST_TIMEOUT="4") for host in range(2)]

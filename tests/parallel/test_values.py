@@ -27,7 +27,7 @@ def _whole_state(run):
     return {name: whole(parameter) for name, parameter in run.named_parameters()}
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3"])
+@pytest.mark.parametrize("name", small_or_sweep(["llama", "gpt2", "qwen3"], ["gpt2"]))
 def test_initial_values_are_those_of_one_process(name):
     def work(degrees):
         return _whole_state(hp.parallelize(_deferred(name), degrees).materialize(seed=3))

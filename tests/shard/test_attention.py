@@ -45,7 +45,8 @@ ATTENTION = [
 
 @pytest.mark.parametrize("half", [0, 1])
 def test_same_as_one_device(worlds, half: int) -> None:
-    assert_valid(worlds, ATTENTION[half::2])
+    samples = ATTENTION[half::2]
+    assert_valid(worlds, samples if worlds.sweep else samples[1::3])
 
 
 @run_on_ranks(4)

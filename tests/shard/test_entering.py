@@ -66,7 +66,7 @@ def _sets_of_whole_axes(layout: hp.Layout) -> list[tuple[int, ...]]:
     return [axes for count in range(len(whole) + 1) for axes in itertools.combinations(whole, count)]
 
 
-@pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)], ids=str)
+@pytest.mark.parametrize("mesh_shape", [(2,), pytest.param((2, 2), marks=pytest.mark.sweep)], ids=str)
 def test_every_way_in(worlds, mesh_shape: tuple[int, ...]) -> None:
     world = worlds(2 ** len(mesh_shape), timeout=300)
     for shape, dims in CASES:

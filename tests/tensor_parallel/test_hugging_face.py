@@ -178,7 +178,7 @@ def test_a_loss_of_ones_own_on_the_plain_logits():
 
 
 @run_on_ranks(2, timeout=TIMEOUT)
-@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "mixtral"])
+@pytest.mark.parametrize("name", small_or_sweep(["llama", "gpt2", "bert", "mixtral"], ["gpt2", "mixtral"]))
 def test_gradient_checkpointing(name):
     given = batch(name)
     plain = build(name).train()
@@ -189,7 +189,7 @@ def test_gradient_checkpointing(name):
 
 
 @run_on_ranks(2, timeout=TIMEOUT)
-@pytest.mark.parametrize("name", ["qwen3", "mistral", "gpt2", "mixtral", "bart"])
+@pytest.mark.parametrize("name", small_or_sweep(["qwen3", "mistral", "gpt2", "mixtral", "bart"], ["gpt2", "bart"]))
 def test_generate(name):
     ids = batch(name)["input_ids"][:2, :4].clamp(min=3)
     mask = torch.ones_like(ids)

@@ -207,7 +207,7 @@ def lora_config(folder, base, degrees="one", steps=4, *, lora=None, **sections):
     return run_config(folder, degrees, model=model, train={"steps": steps}, **sections)
 
 
-@pytest.mark.parametrize("save_frozen", [True, False])
+@pytest.mark.parametrize("save_frozen", small_or_sweep([True, False], [False]))
 def test_a_run_across_layouts_is_the_straight_one(tmp_path, base, save_frozen):
     lora = {"save_frozen": save_frozen, "targets": TARGETS, "dropout": 0.1}
     constant = {"schedule": {"name": "constant"}}

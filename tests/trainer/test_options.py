@@ -17,6 +17,7 @@ from hyper_parallel.trainer.metrics import read_metrics
 from hyper_parallel.trainer.optimizers import make_optimizer
 from hyper_parallel.trainer.schedule import rate_factor
 from tests.trainer.runs import plain_losses, run_config, steps_of, tiny_llama, train_on_threads
+from tests.world import small_or_sweep
 
 # ---- the learning rate ----
 
@@ -248,7 +249,7 @@ def hugging_face(tmp_path):
     return make
 
 
-@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("packing", small_or_sweep([True, False], [True]))
 def test_fine_tuning_on_conversations(tmp_path, hugging_face, packing):
     """Against transformers' own model, one conversation at a time: packed ones do not see each other."""
     import transformers

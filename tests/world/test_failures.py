@@ -65,6 +65,7 @@ def _hold_the_interpreter_on_rank_0():
     meet()
 
 
+@pytest.mark.sweep
 def test_hang_that_holds_the_interpreter(worlds):
     message = _fail_and_replace(worlds, 2, _hold_the_interpreter_on_rank_0, timeout=2.0 * busyness())
     assert "ranks 0-1 had not answered" in message
@@ -93,6 +94,7 @@ def _stop_rank_1():
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
+@pytest.mark.sweep
 def test_rank_that_cannot_give_its_stack(worlds, monkeypatch):
     monkeypatch.setattr("tests.world.world._STACK_TIMEOUT", 0.5)
     message = _fail_and_replace(worlds, 2, _stop_rank_1, timeout=2.0 * busyness())
@@ -140,6 +142,7 @@ def _die_with_a_child_left():
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.sweep
 def test_death_of_a_rank_with_child_processes(worlds):
     started = time.monotonic()
     message = _fail_and_replace(worlds, 2, _die_with_a_child_left)
@@ -162,6 +165,7 @@ def test_death_between_calls(worlds):
         assert not set(worlds(2).run(os.getpid)) & set(pids)
 
 
+@pytest.mark.sweep
 def test_death_of_the_nursery(worlds):
     pids = worlds(2).run(os.getpid)
     os.kill(worlds.nursery.pid, signal.SIGKILL)
