@@ -17,6 +17,7 @@ from hyper_parallel.analysis.model_source import find_model
 from hyper_parallel.analysis.rank_run import Job, run_rank
 from hyper_parallel.analysis.report import DryRun, make_report
 from hyper_parallel.parallel.degrees import AXES, Degrees, as_degrees
+from hyper_parallel.parallel.stages import table_for
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.platform import HYPER_PARALLEL_PLATFORM, HYPER_PARALLEL_PLATFORM_TORCH, PlatformType
 
@@ -33,7 +34,7 @@ def dry_run(
     sequence_parallel: bool | None = None,
     batch: int = 1,
     length: int = 4096,
-    microbatches: int = 1,
+    microbatches: int | None = None,
     schedule: str = "1f1b",
     stages_per_rank: int | None = None,
     dtype: str | None = None,
@@ -56,8 +57,9 @@ def dry_run(
         degrees: as :func:`parallelize` takes them, ``"dp_shard=4, tp=8"``; ``dp`` is short for ``dp_replicate``. Ranks
             of ``world_size`` that no axis names are ``dp_shard``.
         plan, sequence_parallel, precision: as :func:`parallelize` takes them.
-        batch: sequences of ``length`` tokens that this rank trains on in a step, in ``microbatches`` parts; ranks along
-            ``dp_replicate`` and ``dp_shard`` have others, those along ``pp``, ``cp`` and ``tp`` the same.
+        batch: sequences of ``length`` tokens that this rank trains on in a step, in ``microbatches`` parts (default 1,
+            with ``pp`` twice its degree and at most ``batch``); ranks along ``dp_replicate`` and ``dp_shard`` have
+            others, those along ``pp``, ``cp`` and ``tp`` the same.
         schedule, stages_per_rank: of a pipeline, as :func:`parallelize` takes them.
         dtype: of the parameters; by default the config's, or as the model was built.
         recompute: compute the activations of each block again in backward; a policy says which.
@@ -117,14 +119,26 @@ def _prepare(
 ) -> tuple[Job, int | None]:
     """The job and the limit; every mistake is found before anything is built."""
     for name in ("batch", "length", "microbatches", "steps"):
+        if name == "microbatches" and options[name] is None:
+            continue
         if not isinstance(options[name], int) or options[name] < 1:
             raise ValueError(f"dry_run: {name} must be at least 1, got {options[name]!r}")
     if options["device"] not in DEVICES:
         raise ValueError(f"dry_run: device {options['device']!r} is not known; take {', '.join(DEVICES)}")
-    job = Job(source=find_model(model), degrees=read_degrees(degrees, world_size), **options)
+    found = read_degrees(degrees, world_size)
+    if options["microbatches"] is None:
+        options["microbatches"] = _microbatches(
+            found, options["schedule"], options["stages_per_rank"], options["batch"]
+        )
+    job = Job(source=find_model(model), degrees=found, **options)
     if not 0 <= rank < job.world_size:
         raise ValueError(f"dry_run: rank {rank} is not one of the {job.world_size} ranks 0 to {job.world_size - 1}")
     return job, None if device_memory is None else parse_bytes(device_memory)
+
+
+def _microbatches(degrees: Degrees, schedule: Any, stages_per_rank: int | None, batch: int) -> int:
+    pp = degrees.sizes["pp"]
+    return table_for(schedule, pp, None, stages_per_rank, rows=batch).microbatches if pp > 1 else 1
 
 
 def read_degrees(given: Any, world_size: int | None) -> Degrees:

@@ -29,7 +29,9 @@ def dry_run(
     all_classes: Annotated[bool, typer.Option("--all-classes", help="One rank of each class of ranks alike.")] = False,
     batch: Annotated[int, typer.Option(help="Sequences of a step on this rank.")] = 1,
     length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 4096,
-    microbatches: Annotated[int, typer.Option(help="Parts in which these run, one after the other.")] = 1,
+    microbatches: Annotated[
+        int | None, typer.Option(help="Parts in which these run, one after the other. Default: 1; with pp 2 x pp.")
+    ] = None,
     schedule: Annotated[str, typer.Option(help="With pp: the schedule, as `pipeline show` draws it.")] = "1f1b",
     stages_per_rank: Annotated[int | None, typer.Option(help="With pp: for schedules that take any number.")] = None,
     dtype: Annotated[

@@ -167,6 +167,8 @@ class Parallel:
 
     def _run_step(self, batch: dict[str, Any], like: Any, backward: bool) -> Any:
         self._num_rows = num_rows(batch)
+        if backward and self.pipeline is not None:
+            self.microbatches = self.pipeline.settle_microbatches(self._num_rows)
         parts = list(micro_batches(batch, self.microbatches))
         counts = [self._loss.counts(part.values, part.rows, like) for part in parts]
         total, self.told = total_counts(counts, self._meshes.world, ("pp", "cp", "tp"), self.tell)

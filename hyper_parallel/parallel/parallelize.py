@@ -80,7 +80,8 @@ def parallelize(
     ``mesh``: a mesh of the axes pp, dp_replicate, dp_shard, cp, tp, or some of them, in place of one of all ranks.
     ``plan``: how layers are split over tp: a dict from paths to styles, or a function from the model to one; default
     ``plans.for_model``. ``sequence_parallel`` and ``keep_whole`` are options of that.
-    ``microbatches``: parts in which this rank's rows run, one after the other; default 1, with pp twice its degree.
+    ``microbatches``: parts in which this rank's rows run, one after the other; default 1, with pp twice its degree
+    and at most the rows of the first batch.
     ``schedule``: under pp the name of a schedule (``hyper-parallel pipeline show`` draws them) or a ``Table`` of your
     own; ``stages_per_rank`` for those that take any number. ``stages``: how many blocks each stage has; default:
     balanced by ``"time"``, ``"bytes"`` or a list of costs.
@@ -112,9 +113,9 @@ def parallelize(
     policy, kept, backend = _precision(precision), _recompute(recompute), _backend(compile)
     fitted, meshes = make_meshes(asked, mesh)
     num_ranks = fitted.sizes["pp"]
-    parts = microbatches or (2 * num_ranks if num_ranks > 1 else 1)
-    table = table_for(schedule, num_ranks, parts, stages_per_rank) if num_ranks > 1 else None
-    parts = parts if table is None else table.microbatches
+    make_table = functools.partial(table_for, schedule, num_ranks, microbatches, stages_per_rank)
+    table = make_table() if num_ranks > 1 else None
+    parts = microbatches or 1 if table is None else table.microbatches
     split = None if table is None else split_model(model, table.stages.num_stages, stages, balance)
     experts = find_experts(model, int(fitted.ep)) if meshes.expert_axes else {}
     found = loss_for(model, loss)
@@ -148,7 +149,9 @@ def parallelize(
         run.lowering = lowering
         return run
     own = StageModel(model, split, table.stages.stages_of(meshes.world["pp"].get_local_rank()), wrap=share)
-    run = Parallel(model, fitted, meshes, found, parts, Pipeline(own, table, meshes, found, stream), sequences)
+    is_open = microbatches is None and not isinstance(schedule, Table)
+    pipeline = Pipeline(own, table, meshes, found, stream, make_table if is_open else None)
+    run = Parallel(model, fitted, meshes, found, parts, pipeline, sequences)
     run.lowering = lowering
     return run
 

@@ -49,9 +49,13 @@ class Pipeline:
         meshes: Meshes,
         loss: GivenLoss | LabelledLoss,
         stream: TensorSpec | None = None,
+        table_for_rows: Callable[[int], Table] | None = None,
         **options: Any,
     ) -> None:
-        """``stream``: how what crosses is distributed, for a world in which nobody tells; ``options``: of prepare."""
+        """``stream``: how what crosses is distributed, for a world in which nobody tells; ``options``: of prepare.
+
+        ``table_for_rows``: the table of the first batch, where nobody said how many microbatches; of the same stages.
+        """
         self.stages, self._meshes, self._loss = stages, meshes, loss
         self._pp: DeviceMesh = meshes.world["pp"]
         self._group, self._place = self._pp.get_group(), self._pp.get_local_rank()
@@ -59,10 +63,8 @@ class Pipeline:
         is_sharded = isinstance(model, HSDPModule)
         self._sharded = ShardedStages([model], units_of_stages(model, split, stages.stages)) if is_sharded else None
         self._options = {**options, "sharded": is_sharded}
-        #: What every rank does in a step, with its messages.
-        self.table = prepare(table, **self._options)
-        if any(step.kind is Kind.I for _, _, action in self.table for step in action.steps):
-            split_backward(model)
+        self._table_for_rows = table_for_rows
+        self._take(table)
         self._stream = stream
         self._observe: Callable[[Action], None] | None = None
         self._messages = Messages(self._group, meshes.compute, self._guess if in_silent_world() else None)
@@ -79,6 +81,28 @@ class Pipeline:
         self._objective: Any = None
         self._draws: Any = None
         self._found: dict[int, tuple[Any, ...]] = {}
+
+    def _take(self, table: Table) -> None:
+        #: What every rank does in a step, with its messages.
+        self.table = prepare(table, **self._options)
+        if any(step.kind is Kind.I for _, _, action in self.table for step in action.steps):
+            split_backward(self.stages.model)
+
+    def settle_microbatches(self, rows: int) -> int:
+        """How many parts a batch with ``rows`` on this rank has: as was said, or by the first batch.
+
+        forward: where nobody said it an all-gather of the numbers of rows over all ranks, in the first step.
+        """
+        if self._table_for_rows is not None:
+            mesh = self._meshes.world
+            shares: list[Any] = [rows] * mesh.size()
+            if mesh.size() > 1 and not in_silent_world():
+                _platform.all_gather_object(shares, rows, mesh.get_group(tuple(range(mesh.ndim))))
+            table = self._table_for_rows(max(shares))
+            if table.microbatches != self.table.microbatches:
+                self._take(table)
+            self._table_for_rows = None
+        return self.table.microbatches
 
     @property
     def is_counted(self) -> bool:

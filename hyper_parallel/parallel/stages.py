@@ -10,7 +10,8 @@ from hyper_parallel.core.pipeline_parallel.runtime.boundary import TensorSpec, d
 from hyper_parallel.core.pipeline_parallel.stages.first_blocks import look
 from hyper_parallel.core.pipeline_parallel.stages.split import Split, split_stages
 from hyper_parallel.core.pipeline_parallel.table import Table
-from hyper_parallel.core.pipeline_parallel.tables import make_table
+from hyper_parallel.core.pipeline_parallel.tables import make_table, schedule_name
+from hyper_parallel.core.pipeline_parallel.tables.counts import TooFewRows, default_microbatches
 from hyper_parallel.core.shard.dispatching.mixing import implicit_replication
 from hyper_parallel.models.expert_balance import mixtures_of
 from hyper_parallel.parallel.micro_batches import input_names
@@ -23,10 +24,22 @@ __all__ = ["split_model", "stream_between", "table_for"]
 _platform = get_platform()
 
 
-def table_for(schedule: str | Table, ranks: int, microbatches: int, stages_per_rank: int | None) -> Table:
-    """The table of a schedule by name, or the given one, which has to be for as many ranks."""
+def table_for(
+    schedule: str | Table, ranks: int, microbatches: int | None, stages_per_rank: int | None, rows: int | None = None
+) -> Table:
+    """The table of a schedule by name, or the given one, which has to be for as many ranks.
+
+    Where nobody says how many microbatches, ``rows`` of the batch decide, or, not known yet, the ranks alone.
+    """
     if not isinstance(schedule, Table):
-        return make_table(schedule, ranks, microbatches, stages_per_rank)
+        name = schedule_name(schedule)
+        try:
+            return make_table(name, ranks, microbatches or default_microbatches(name, ranks, rows), stages_per_rank)
+        except TooFewRows as error:
+            raise ValueError(
+                f"parallelize: {error}: give larger batches, a schedule that takes any number (1f1b, zb_h1, zbv), or "
+                f"microbatches={error.least}, of which some then have no rows and cost their time"
+            ) from None
     if schedule.num_ranks != ranks:
         raise ValueError(
             f"parallelize: the table {schedule.name} is for {schedule.num_ranks} ranks, and pp={ranks}; give one for "

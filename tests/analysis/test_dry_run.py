@@ -375,7 +375,8 @@ def test_asking_for_groups_and_lengths_is_no_question_about_the_rank():
 
 
 def test_every_stage_is_a_class_of_its_own():
-    reports = hp.dry_run_classes("llama-demo", "pp=2, tp=2", batch=4, microbatches=4, length=32)
+    reports = hp.dry_run_classes("llama-demo", "pp=2, tp=2", batch=4, length=32)
+    assert {report.microbatches for report in reports} == {4}
     assert [report.ranks for report in reports] == [(0, 1), (2, 3)]
     first, last = reports
     causes = [{(row.op, row.cause, row.count) for row in report.collectives} for report in reports]

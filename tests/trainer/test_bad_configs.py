@@ -189,6 +189,21 @@ WHOLE = {
         '[model]\nname = "llama-demo"\n[train]\nsteps = 2\nbatch = 2\nmicrobatches = 3\n',
         ["run.toml:6: train.microbatches: must be at most the samples of a step, batch = 2, got 3"],
     ),
+    "too few samples for the schedule of a pipeline": (
+        '[model]\nname = "llama-demo"\n[train]\nsteps = 2\nbatch = 3\n[parallel]\npp = 2\nschedule = "dual_pipe_v"\n',
+        [
+            "run.toml:5: train.batch: is too small: dual_pipe_v on 2 ranks needs 4 microbatches or more, and the batch "
+            'has 3 rows for them; give a larger batch, or a schedule that takes any number, "1f1b" or "zbv"'
+        ],
+    ),
+    "microbatches that a schedule does not take": (
+        '[model]\nname = "llama-demo"\n[train]\nsteps = 2\nbatch = 9\nmicrobatches = 3\n[parallel]\npp = 2\n'
+        'schedule = "dual_pipe_v"\n',
+        [
+            "run.toml:6: train.microbatches: does not fit schedule = 'dual_pipe_v': 3 microbatches do not work, 2 "
+            "ranks must be filled from both ends with 4; give 4, got 3"
+        ],
+    ),
     "a model that is not": (
         '[model]\nname = "lama-8b"\n[train]\nsteps = 2\nbatch = 2\n',
         ["run.toml:2: model.name: must be one of llama, llama-demo", "got 'lama-8b'; did you mean 'llama-8b'?"],

@@ -88,7 +88,8 @@ def test_what_is_shown_is_the_same_config_again(tmp_path):
     assert origins["steps = 100"] == "configs/base.toml:8"
     assert origins["batch = 16"] == "run.toml:2"
     assert origins['stop_after = "11h50m"'] == "--set"
-    assert origins["microbatches = 1"] == "default"
+    assert origins["seed = 0"] == "default"
+    assert "# microbatches is not set" in text
     (tmp_path / "resolved.toml").write_text(text)
     again = load_config("resolved.toml")
     assert again.config == load_config("run.toml", ['log.folder="a \\"b\\" ü"', "launch.stop_after=11h50m"]).config

@@ -74,7 +74,7 @@ def check_run(
         world_size=size,
         num_steps=steps,
         sizes=sizes,
-        microbatches=small.train.microbatches,
+        microbatches=small.microbatches(size),
         num_compared=max(answer["compared"] + len(answer["missing"]) for answer in answers)
         - len(set.intersection(*(set(answer["missing"]) for answer in answers))),
         largest=max(answer["largest"] for answer in answers),

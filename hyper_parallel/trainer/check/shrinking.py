@@ -59,13 +59,14 @@ def shrink(
     sizes, ep = degrees.sizes, int(degrees.ep)
     both, parts = sizes["cp"] * sizes["tp"], sizes["dp_replicate"] * sizes["dp_shard"]
     length = shrunk_size(config.data.length, both, 4 * both)
-    parts *= config.train.microbatches
-    model, blocks = config.model, max(_BLOCKS, _num_stages(config, sizes["pp"]))
+    microbatches = config.microbatches(world_size)
+    parts *= microbatches
+    model, blocks = config.model, max(_BLOCKS, _num_stages(config, sizes["pp"], microbatches))
     if not keep_sizes and model.name is not None:
         given = dataclasses.replace(model_size(model.name), **model.args)
         args = _llama(given, sizes["tp"], length, blocks)
         if isinstance(given, MixtureConfig):
-            args |= _mixture(given, ep, sizes["tp"], config.train.microbatches)
+            args |= _mixture(given, ep, sizes["tp"], microbatches)
         name = "mixture" if isinstance(given, MixtureConfig) else "llama"
         model = dataclasses.replace(model, name=name, args=args)
     elif not keep_sizes and model.hugging_face is not None:
@@ -81,7 +82,12 @@ def shrink(
     return dataclasses.replace(
         config,
         model=dataclasses.replace(model, weights=weights),
-        train=dataclasses.replace(config.train, batch=shrunk_size(config.train.batch, parts, 2 * parts), dtype=dtype),
+        train=dataclasses.replace(
+            config.train,
+            batch=shrunk_size(config.train.batch, parts, 2 * parts),
+            microbatches=microbatches,
+            dtype=dtype,
+        ),
         optimizer=optimizer,
         schedule=dataclasses.replace(config.schedule, name="constant", warmup=0),
         precision=dataclasses.replace(config.precision, compute="same", reduce="same"),
@@ -104,11 +110,11 @@ def one_process(config: RunConfig) -> RunConfig:
     )
 
 
-def _num_stages(config: RunConfig, pp: int) -> int:
+def _num_stages(config: RunConfig, pp: int, microbatches: int) -> int:
     if pp == 1:
         return 1
     parallel = config.parallel
-    return table_for(parallel.schedule, pp, config.train.microbatches, parallel.stages_per_rank).stages.num_stages
+    return table_for(parallel.schedule, pp, microbatches, parallel.stages_per_rank).stages.num_stages
 
 
 def _llama(given: LlamaConfig, tp: int, length: int, blocks: int) -> dict[str, Any]:

@@ -10,6 +10,11 @@ from pathlib import Path
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from hyper_parallel.core.pipeline_parallel.tables.counts import (
+    TooFewRows,
+    default_microbatches,
+    refused_microbatches,
+)
 from hyper_parallel.data.config import DataConfig
 from hyper_parallel.parallel.degrees import AXES, REST
 from hyper_parallel.trainer.config.section import STRICT, Data, Problem, Section
@@ -61,6 +66,14 @@ class RunConfig(Section):
     def world_size(self) -> int:
         """Ranks of the run, when it starts its own processes."""
         return self.nproc * self.launch.hosts
+
+    def microbatches(self, world_size: int | None = None) -> int:
+        """Parts in which a rank computes its samples: as said, or as :func:`hyper_parallel.parallelize` chooses."""
+        if self.train.microbatches is not None:
+            return self.train.microbatches
+        sizes = self.parallel.degrees.fit(world_size or self.world_size).sizes
+        rows = math.ceil(self.train.batch / (sizes["dp_replicate"] * sizes["dp_shard"]))
+        return default_microbatches(self.parallel.schedule, sizes["pp"], rows) if sizes["pp"] > 1 else 1
 
     @property
     def checkpoint_folder(self) -> Path:
@@ -128,9 +141,27 @@ class RunConfig(Section):
                 f"must be at least dp_replicate x dp_shard = {parts}, one sample for each part of the batch, got "
                 f"{self.train.batch}",
             )
+        elif degrees.sizes["pp"] > 1:
+            yield from self._problems_of_microbatches(degrees.sizes["pp"])
         if self.data.length < degrees.sizes["cp"]:
             yield Problem(
                 ("data.length", "parallel.cp"),
                 f"must be at least cp = {degrees.sizes['cp']}, one token for each part of a sequence, got "
                 f"{self.data.length}",
+            )
+
+    def _problems_of_microbatches(self, pp: int) -> Iterator[Problem]:
+        schedule, given = self.parallel.schedule, self.train.microbatches
+        keys = ("parallel.schedule", "parallel.pp")
+        try:
+            refused = refused_microbatches(schedule, pp, self.microbatches())
+        except TooFewRows as error:
+            yield Problem(
+                ("train.batch", *keys),
+                f'is too small: {error}; give a larger batch, or a schedule that takes any number, "1f1b" or "zbv"',
+            )
+            return
+        if refused is not None:
+            yield Problem(
+                ("train.microbatches", *keys), f"does not fit schedule = {schedule!r}: {refused}, got {given}"
             )

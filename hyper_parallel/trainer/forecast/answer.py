@@ -87,7 +87,7 @@ def _changes(config: RunConfig, world_size: int) -> Iterator[tuple[str, RunConfi
     """Configs that need less, those that cost the least first: (what to write, the config, its ranks)."""
     sizes = config.parallel.degrees.fit(world_size).sizes
     rows = math.ceil(config.train.batch / (sizes["dp_replicate"] * sizes["dp_shard"]))
-    parts = config.train.microbatches
+    parts = given = config.microbatches(world_size)
     ways: list[tuple[dict[str, dict[str, Any]], int]] = []
     while (parts := parts * 2) <= rows:
         ways.append(({"train": {"microbatches": parts}}, world_size))
@@ -96,7 +96,7 @@ def _changes(config: RunConfig, world_size: int) -> Iterator[tuple[str, RunConfi
         ways.append(({"parallel": {"dp_replicate": 1, "dp_shard": shard}}, world_size))
     if config.recompute.mode == "none":
         ways.append(({"recompute": {"mode": "full"}}, world_size))
-        if rows > config.train.microbatches:
+        if rows > given:
             ways.append(({"recompute": {"mode": "full"}, "train": {"microbatches": rows}}, world_size))
     if sizes["dp_shard"] % 2 == 0:
         ways.append(({"parallel": {"tp": 2 * sizes["tp"], "dp_shard": sizes["dp_shard"] // 2}}, world_size))

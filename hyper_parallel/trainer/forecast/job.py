@@ -41,7 +41,7 @@ def job_of(config: RunConfig, world_size: int, device: str) -> Job:
         degrees=degrees,
         batch=rows,
         length=config.data.length,
-        microbatches=config.train.microbatches,
+        microbatches=config.microbatches(world_size),
         recompute="" if config.recompute.mode == "none" else config.recompute.mode,
         split_by=lambda model: split_model(model, config, degrees),
         clip_norm=math.inf if clip == "none" else clip,

@@ -27,7 +27,7 @@ SCHEDULES: dict[str, Callable[..., Table]] = {
     "dual_pipe_v": dual_pipe_v,
 }
 
-__all__ = ["SCHEDULES", "forward_only", "make_table"]
+__all__ = ["SCHEDULES", "forward_only", "make_table", "schedule_name"]
 
 
 def make_table(schedule: str, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> Table:
@@ -36,12 +36,7 @@ def make_table(schedule: str, ranks: int, microbatches: int, stages_per_rank: in
     >>> make_table("1F1B", ranks=2, microbatches=2).actions[0]
     (0F0, 0F1, 0B0, 0B1)
     """
-    plain = {_plain(name): function for name, function in SCHEDULES.items()}
-    function = plain.get(_plain(schedule))
-    if function is None:
-        near = difflib.get_close_matches(_plain(schedule), plain, 1)
-        hint = f"; did you mean {_name_of(near[0])}?" if near else ""
-        raise ValueError(f"there is no schedule {schedule!r}; there are {', '.join(SCHEDULES)}{hint}")
+    function = SCHEDULES[schedule_name(schedule)]
     if "stages_per_rank" in inspect.signature(function).parameters:
         return function(ranks, microbatches, 2 if stages_per_rank is None else stages_per_rank)
     table = function(ranks, microbatches)
@@ -53,9 +48,15 @@ def make_table(schedule: str, ranks: int, microbatches: int, stages_per_rank: in
     return table
 
 
+def schedule_name(given: str) -> str:
+    """The name of a schedule as it is in ``SCHEDULES``; an error for one that there is not."""
+    plain = {_plain(name): name for name in SCHEDULES}
+    if _plain(given) not in plain:
+        near = difflib.get_close_matches(_plain(given), plain, 1)
+        hint = f"; did you mean {plain[near[0]]}?" if near else ""
+        raise ValueError(f"there is no schedule {given!r}; there are {', '.join(SCHEDULES)}{hint}")
+    return plain[_plain(given)]
+
+
 def _plain(name: str) -> str:
     return "".join(letter for letter in name.lower() if letter.isalnum())
-
-
-def _name_of(plain: str) -> str:
-    return next(name for name in SCHEDULES if _plain(name) == plain)

@@ -14,12 +14,7 @@ from hyper_parallel.core.pipeline_parallel.tables.counts import demand_counts, d
 def dual_pipe_v(ranks: int, microbatches: int) -> Table:
     """Bubble at most (p-1)(F&B + B - 3W)/2 where F&B is the time of both at once; 2p+1 chunks alive."""
     demand_counts("dual_pipe_v", ranks=ranks, microbatches=microbatches)
-    demand_microbatches(
-        "dual_pipe_v",
-        microbatches,
-        lambda count: count >= 2 * ranks,
-        f"{ranks} ranks must be filled from both ends with {2 * ranks}",
-    )
+    demand_microbatches("dual_pipe_v", ranks, microbatches)
     rows = tuple(tuple(_Row(rank, ranks, microbatches).actions()) for rank in range(ranks))
     return Table(StageMap.v(ranks), microbatches, rows, "dual_pipe_v")
 

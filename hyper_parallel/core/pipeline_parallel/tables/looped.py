@@ -43,12 +43,7 @@ def zb1p(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Table:
 
 def _interleaved(name: str, ranks: int, microbatches: int, stages_per_rank: int, is_split: bool) -> Table:
     demand_counts(name, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
-    demand_microbatches(
-        name,
-        microbatches,
-        lambda count: count % max(1, count // ranks) == 0,
-        f"they go in rounds of equal size of at least {ranks}, the number of ranks",
-    )
+    demand_microbatches(name, ranks, microbatches)
     size = microbatches // max(1, microbatches // ranks)
     rows = tuple(tuple(_row(rank, ranks, microbatches, stages_per_rank, size, is_split)) for rank in range(ranks))
     return Table(StageMap.loop(ranks, stages_per_rank), microbatches, rows, name)

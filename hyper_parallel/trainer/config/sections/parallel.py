@@ -31,7 +31,7 @@ class ParallelConfig(Section):
     tp: _Degree = 1
     """Parts of each layer."""
     pp: _Degree = 1
-    """Stages of the model, one after the other; give train.microbatches at least as many, better twice as many."""
+    """Stages of the model, one after the other; the more train.microbatches, the less they wait."""
     schedule: _Schedule = "1f1b"
     """With pp: what each rank does in which order; `hyper-parallel pipeline show` draws them."""
     stages_per_rank: Count | None = None

@@ -24,8 +24,9 @@ class TrainConfig(Section):
     """Passes over the data; a part of one is allowed."""
     batch: Count
     """Samples of one step on all ranks together, never per device; need not divide evenly."""
-    microbatches: Count = 1
-    """Parts in which a rank computes its samples of a step, one after the other."""
+    microbatches: Count | None = None
+    """Parts in which a rank computes its samples of a step, one after the other. None: 1; with pp twice pp, and at
+    most its samples."""
     seed: Whole = 0
     """Of the first weights, the order of samples and dropout."""
     clip_norm: Positive | Literal["none"] = 1.0
@@ -38,7 +39,7 @@ class TrainConfig(Section):
             yield Problem(("epochs", "steps"), "is given beside steps; keep one of them")
         if self.steps is None and self.epochs is None:
             yield Problem(("steps", "epochs"), "is missing: give steps = 1000 or epochs = 1")
-        if self.microbatches > self.batch:
+        if self.microbatches is not None and self.microbatches > self.batch:
             yield Problem(
                 ("microbatches", "batch"),
                 f"must be at most the samples of a step, batch = {self.batch}, got {self.microbatches}",
