@@ -42,6 +42,7 @@ def test_what_scores_are_made_of(name: str) -> None:
 def test_small_tiles_give_the_same(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(visibility, "LARGEST_MASK", 4)
     check(Case(tokens=18, key_heads=2, seen=kind, has_sinks=True))
+    check(Case(tokens=18, key_heads=2, seen=kind, options=(("soft_cap", 1.5),)))  # without a kernel
 
 
 @pytest.mark.sweep("mindspore")

@@ -1,7 +1,8 @@
 """Attention of one block of queries over one block of keys: the output and log-sum-exp, and the gradients.
 
 The gradients are those of attention over *all* keys, of which these are a part: they take the output and the
-log-sum-exp over all of them. By a fused kernel where the device has one for the case, else step by step, exactly.
+log-sum-exp over all of them. By a fused kernel where the device has one for the case, else step by step, exactly, in
+tiles: scores of all tokens by all tokens never exist.
 
 Note [Gradients from the whole]
 With the log-sum-exp over all keys, a block's weights are exp(scores - sums), the very ones of the whole, so that each
@@ -14,7 +15,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from hyper_parallel.core.context_parallel.blocks.merge import working_precision
+from hyper_parallel.core.context_parallel.blocks import visibility
+from hyper_parallel.core.context_parallel.blocks.intervals import cut_interval
+from hyper_parallel.core.context_parallel.blocks.merge import merge, nothing_seen, working_precision
 from hyper_parallel.core.context_parallel.blocks.scoring import Scoring
 from hyper_parallel.core.context_parallel.blocks.visibility import DIAGONAL, SOME, Interval
 from hyper_parallel.platform import get_platform
@@ -33,6 +36,23 @@ def attend_block(query: Any, key: Any, value: Any, scoring: Scoring, pair: Pair)
         found = _platform.fused_attention(query, key, value, mask, relation == DIAGONAL, scoring.scale)
         if found is not None:
             return found
+    tiles = _tiles(scoring, pair)
+    if tiles is None:
+        return _step_by_step(query, key, value, scoring, pair, mask)
+    results = []
+    for rows, of_rows in tiles:
+        mine = _rows(query, rows, pair[0])
+        found = None
+        for columns, relation in of_rows:
+            keys, its_values = (_rows(tensor, columns, pair[1]) for tensor in (key, value))
+            part = _step_by_step(mine, keys, its_values, scoring, (rows, columns, relation), None)
+            found = merge(found, part)
+        results.append(nothing_seen(mine, value.shape[-1]) if found is None else found)
+    outputs, sums = zip(*results, strict=True)
+    return _platform.tensor_type_cast(_platform.cat(list(outputs), -2), query.dtype), _platform.cat(list(sums), -1)
+
+
+def _step_by_step(query: Any, key: Any, value: Any, scoring: Scoring, pair: Pair, mask: Any) -> tuple[Any, Any]:
     if mask is None:
         mask = scoring.mask_of(*pair, query)
     scores = _scores(query, key, scoring)[0]
@@ -61,6 +81,31 @@ def attend_block_backward(
         )
         if found is not None:
             return found
+    tiles = _tiles(scoring, pair)
+    if tiles is None:
+        return _backward_step_by_step(gradient, query, key, value, output, sums, scoring, pair, mask)
+    of_query = []
+    totals = [_platform.zeros(tuple(one.shape), working_precision(one).dtype, one.device) for one in (key, value)]
+    for rows, of_rows in tiles:
+        mine = [_rows(tensor, rows, pair[0]) for tensor in (gradient, query, output)]
+        my_sums = sums.narrow(-1, rows[0] - pair[0][0], rows[1] - rows[0])
+        total = _platform.zeros(tuple(mine[1].shape), working_precision(query).dtype, query.device)
+        for columns, relation in of_rows:
+            keys, its_values = (_rows(tensor, columns, pair[1]) for tensor in (key, value))
+            found = _backward_step_by_step(
+                mine[0], mine[1], keys, its_values, mine[2], my_sums, scoring, (rows, columns, relation), None
+            )
+            total = _platform.add_rows(total, found[0], 0)
+            for index, part in enumerate(found[1:]):
+                totals[index] = _platform.add_rows(totals[index], part, columns[0] - pair[1][0])
+        of_query.append(total)
+    like = zip((_platform.cat(of_query, -2), *totals), (query, key, value), strict=True)
+    return tuple(_platform.tensor_type_cast(part, tensor.dtype) for part, tensor in like)
+
+
+def _backward_step_by_step(
+    gradient: Any, query: Any, key: Any, value: Any, output: Any, sums: Any, scoring: Scoring, pair: Pair, mask: Any
+) -> tuple[Any, ...]:
     if mask is None:
         mask = scoring.mask_of(*pair, query)
     scores, slope = _scores(query, key, scoring)
@@ -79,6 +124,30 @@ def attend_block_backward(
     of_query, of_key = _by_groups(of_scores, key), _into_groups(of_scores, query, key)
     like = zip((of_query, of_key, of_value), (query, key, value), strict=True)
     return tuple(_platform.tensor_type_cast(part, tensor.dtype) for part, tensor in like)
+
+
+def _tiles(scoring: Scoring, pair: Pair) -> list[tuple[Interval, list[tuple[Interval, str]]]] | None:
+    """Stretches of the queries, and of the keys that each of them sees, none longer than the largest mask; None where
+    both are short as they are."""
+    queries, keys, _ = pair
+    largest = visibility.LARGEST_MASK
+    if queries[1] - queries[0] <= largest and keys[1] - keys[0] <= largest:
+        return None
+    return [
+        (
+            rows,
+            [
+                (columns, relation)
+                for seen, relation in scoring.visible.key_tiles(rows, keys)
+                for columns in cut_interval(seen, (), largest)
+            ],
+        )
+        for rows in cut_interval(queries, (), largest)
+    ]
+
+
+def _rows(tensor: Any, part: Interval, whole: Interval) -> Any:
+    return tensor.narrow(-2, part[0] - whole[0], part[1] - part[0])
 
 
 def _scores(query: Any, key: Any, scoring: Scoring) -> tuple[Any, Any]:
