@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hyper_parallel as hp
-from tests.lowering.training import count_of, largest_difference, train
+from tests.lowering.training import count_of, largest_difference, train, train_on_one_device
 from tests.world import run_on_ranks
 
 only_on = "torch"
@@ -21,6 +21,7 @@ CASES = [
     ("mixtral_without_balance", "tp=2", {}),
     ("gpt2_dropout", "tp=2", {}),
 ]
+FAILING = (5, 6, 7)  # see "What does not compile" in docs/lowering.md
 
 
 class Half(nn.Module):
@@ -61,11 +62,30 @@ def test_a_compiled_half_of_a_block():
     assert not lowering.refusals and count_of(lowering, "lowered") == [2]
 
 
+def _check(name, degrees, options):
+    want, _ = train(name, degrees, **options)
+    got, lowering = train(name, degrees, backend="inductor", **options)
+    assert largest_difference(got, want)[0] <= 2e-6, (name, degrees, options)
+    if "dropout" not in name:  # one device draws other numbers
+        difference, where = largest_difference(got, train_on_one_device(name))
+        assert difference <= 2e-6, (name, degrees, options, where, difference)
+    assert all(count_of(lowering, "lowered")) and not lowering.refusals, lowering
+
+
 @pytest.mark.sweep
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[pytest.mark.xfail(strict=True)] if case in FAILING else [])
+        for case in range(len(CASES))
+    ],
+)
 @run_on_ranks(2, timeout=900)
-def test_compiled_models():
-    for name, degrees, options in CASES:
-        want, _ = train(name, degrees, dtype=torch.float64, **options)
-        got, lowering = train(name, degrees, backend="inductor", dtype=torch.float64, **options)
-        assert largest_difference(got, want)[0] <= 2e-6, (name, degrees, options)
-        assert all(count_of(lowering, "lowered")) and not lowering.refusals, lowering
+def test_compiled_models(case):
+    _check(*CASES[case])
+
+
+@pytest.mark.sweep
+@run_on_ranks(4, timeout=900)
+def test_compiled_blocks_that_are_fully_sharded_and_cut():
+    _check("ours", "dp_shard=2, tp=2", {})

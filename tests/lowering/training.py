@@ -75,6 +75,28 @@ def train(
     return seen | {f"weight of {path}": whole(one) for path, one in run.named_parameters()}, lowering
 
 
+def train_on_one_device(name: str, lengths: tuple[int, ...] = (9, 9, 9), dtype: torch.dtype = torch.float64) -> Seen:
+    """The same by the plain model on whole batches, without this library."""
+    model = model_of(name, dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-6)
+    seen: Seen = {}
+    with in_double():
+        for step, length in enumerate(lengths):
+            optimizer.zero_grad()
+            ids, labels = ids_and_labels(step, length)
+            if name == "ours":
+                loss = model(ids[:, :-1], labels[:, 1:])
+            else:
+                loss = model(input_ids=ids, labels=labels, use_cache=False).loss
+            loss.backward()
+            seen[f"loss {step}"] = loss.detach().clone()
+            seen[f"norm {step}"] = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            for path, one in model.named_parameters():
+                seen[f"grad {step} of {path}"] = None if one.grad is None else one.grad.clone()
+            optimizer.step()
+    return seen | {f"weight of {path}": one.detach() for path, one in model.named_parameters()}
+
+
 def largest_difference(got: Seen, want: Seen) -> tuple[float, str]:
     """The largest difference of anything, relative to its own largest value, and what it is of."""
     assert got.keys() == want.keys()
