@@ -21,7 +21,6 @@ CASES = [
     ("mixtral_without_balance", "tp=2", {}),
     ("gpt2_dropout", "tp=2", {}),
 ]
-FAILING = (5, 6, 7)  # see "What does not compile" in docs/lowering.md
 
 
 class Half(nn.Module):
@@ -73,13 +72,7 @@ def _check(name, degrees, options):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, marks=[pytest.mark.xfail(strict=True)] if case in FAILING else [])
-        for case in range(len(CASES))
-    ],
-)
+@pytest.mark.parametrize("case", range(len(CASES)))
 @run_on_ranks(2, timeout=900)
 def test_compiled_models(case):
     _check(*CASES[case])

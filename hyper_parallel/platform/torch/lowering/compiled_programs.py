@@ -8,7 +8,8 @@ too, in forward and in backward. That is the order of dispatch, and one rank may
 
 Note [Compiled at the first call]
 Tracing needs tensors and runs nothing; the compiled code then runs on the same tensors. So compiling costs no
-communication of its own.
+communication of its own. Both get parameters as plain blocks: compiled code looks at shapes, and PyTorch's check of
+custom operators in the first call refuses classes that it does not know.
 """
 
 from __future__ import annotations
@@ -193,7 +194,7 @@ def compiled(program: Callable[..., Any], failed: Callable[[str], Any]) -> Calla
             failed(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
             ready.append(program)
         else:
-            ready.append(code)
+            ready.append(lambda *blocks: code(*map(local_alias, blocks)))
         return ready[0](*args)
 
     return run
