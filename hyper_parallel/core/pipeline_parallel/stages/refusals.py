@@ -30,7 +30,7 @@ def check_model(model: Any, blocks: Sequence[str]) -> None:
     if not blocks:
         raise ValueError(
             f"split_stages: no blocks were found in {name}: hold them in a ModuleList (a CellList on MindSpore), or "
-            "give blocks= their paths"
+            "call split_stages with blocks= their paths"
         )
     for key, why in _NEEDS_ALL_BLOCKS.items():
         if getattr(config, key, False):
