@@ -1,17 +1,24 @@
-"""Run a function of a test module in a process of its own, with limits of time, memory and processor time."""
+"""Run a function of a test module in a process of its own, with limits of time, memory and processor time.
+
+On PyTorch the process is forked from a server that has the framework loaded (which has one thread, so that this is
+sound); on MindSpore, whose threads rule that out, the server has loaded nothing.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-import json
+import multiprocessing
 import os
 import resource
-import subprocess
 import sys
+import tempfile
+from functools import cache
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any, NamedTuple
 
-_ROOT = Path(__file__).resolve().parents[2]
 _MEBI = 1 << 20
 _ADDRESS_SPACE = 3 << 30  # more than the process has at its start: an allocation of this size fails at once
 
@@ -28,19 +35,33 @@ def run_confined(
     function: str, *args: Any, seconds: float = 30, mebibytes: float = 100, framework: str | None = None
 ) -> Outcome:
     """Call ``package.module:function(*args)`` with plain data; fails the test where a limit is passed."""
-    environment = {**os.environ, "PYTHONPATH": str(_ROOT)}
-    if framework is not None:
-        environment["HYPER_PARALLEL_PLATFORM"] = framework
-    command = [sys.executable, "-m", "tests.attacks.confined", function, json.dumps(args), str(seconds)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds + 60, env=environment)
-    except subprocess.TimeoutExpired as late:
-        raise AssertionError(f"{function} still runs after {late.timeout} s:\n{late.stderr or ''}") from None
-    assert done.returncode == 0, f"{function} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
-    outcome = Outcome(**json.loads(done.stdout.splitlines()[-1]))
+    answers, answer = _server().Pipe(duplex=False)
+    framework = framework or os.environ["HYPER_PARALLEL_PLATFORM"]
+    with tempfile.TemporaryDirectory() as folder:
+        said = Path(folder, "output")
+        process = _server().Process(target=_call, args=(function, args, seconds, framework, str(said), answer))
+        process.start()
+        answer.close()
+        outcome = None
+        if answers.poll(seconds + 60):
+            with contextlib.suppress(EOFError):  # It ended without an answer.
+                outcome = Outcome(*answers.recv())
+        else:
+            process.kill()
+        process.join()
+        output = said.read_text(errors="replace") if said.exists() else ""
+    assert outcome is not None, f"{function} ended with {process.exitcode} within {seconds + 60} s:\n{output}"
     if mebibytes is not None:
         assert outcome.grown <= mebibytes, f"{function} took {outcome.grown:.0f} MiB, more than {mebibytes}"
     return outcome
+
+
+@cache
+def _server() -> ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    on_torch = os.environ["HYPER_PARALLEL_PLATFORM"] == "torch"
+    context.set_forkserver_preload(["pytest", *(["torch", "hyper_parallel.core.dtensor.dtensor"] if on_torch else [])])
+    return context
 
 
 def forget_peak() -> int:
@@ -61,8 +82,12 @@ def _status(name: str) -> int:
     raise AssertionError(name)
 
 
-def _main() -> None:
-    name, args, seconds = sys.argv[1], json.loads(sys.argv[2]), float(sys.argv[3])
+def _call(name: str, args: tuple, seconds: float, framework: str, output: str, answer: Connection) -> None:
+    """In the process of its own: what it prints goes to a file, the answer back."""
+    with open(output, "wb") as file:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(file.fileno(), stream.fileno())
+    os.environ["HYPER_PARALLEL_PLATFORM"] = framework
     module, _, function = name.partition(":")
     called = getattr(importlib.import_module(module), function)
     resource.setrlimit(resource.RLIMIT_CPU, (int(seconds) + 1, int(seconds) + 5))
@@ -74,9 +99,4 @@ def _main() -> None:
         value = called(*args)
     except Exception as raised:
         error = type(raised).__name__, str(raised)
-    grown = (peak() - before) / _MEBI
-    print("\n" + json.dumps({"value": value, "error": error, "grown": grown}))
-
-
-if __name__ == "__main__":
-    _main()
+    answer.send((value, error, (peak() - before) / _MEBI))

@@ -44,7 +44,7 @@ def test_what_is_no_file_is_refused_without_waiting(tmp_path, kind):
     for name in ("x", "link"):
         outcome = run_confined(f"{_MODULE}:read_at_most", str(tmp_path / name), 1000, seconds=10, mebibytes=20)
         expected = f"'{tmp_path / name}' is {kind} where a file is expected; it is not read"
-        assert outcome.error == ["CorruptCheckpointError", expected]
+        assert outcome.error == ("CorruptCheckpointError", expected)
 
 
 def test_a_larger_file_than_allowed_is_not_read(tmp_path):

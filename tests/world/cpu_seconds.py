@@ -1,4 +1,4 @@
-"""Processor time of the tests by folder, with all processes that they started: what a run costs on any machine.
+"""Processor time of the tests by folder and file, with all processes that they started: what a run costs anywhere.
 
 Wall time says more about who else uses the cores. The processes of a test are children of this one, or theirs; what has
 ended is in the sums of who waited for it.
@@ -15,30 +15,37 @@ import pytest
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PROCESSES = Path("/proc")
+_FILES_TOLD = 15
 
 
 class CpuSeconds:
-    """A pytest plugin: a line at the end of a run."""
+    """A pytest plugin: two lines at the end of a run."""
 
     def __init__(self) -> None:
-        self._folder = "collection"
+        self._file = "collection"
         self._before = 0.0
         self._seconds: Counter[str] = Counter()
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        parts = nodeid.partition("::")[0].split("/")
-        self._go_on_with(parts[1] if len(parts) > 2 else "the rest")
+        self._go_on_with(nodeid.partition("::")[0])
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         self._go_on_with("")
-        folders = ", ".join(f"{name} {seconds:.0f}" for name, seconds in self._seconds.most_common())
-        terminalreporter.write_line(f"CPU seconds: {sum(self._seconds.values()):.0f} ({folders})")
+        folders: Counter[str] = Counter()
+        for file, seconds in self._seconds.items():
+            folders[file.split("/")[1] if file.count("/") > 1 else "the rest"] += seconds
+        terminalreporter.write_line(f"CPU seconds: {sum(folders.values()):.0f} ({_listed(folders)})")
+        terminalreporter.write_line(f"of these: {_listed(self._seconds, _FILES_TOLD)}")
 
-    def _go_on_with(self, folder: str) -> None:
-        if folder != self._folder:
+    def _go_on_with(self, file: str) -> None:
+        if file != self._file:
             now = _of_all(os.getpid())
-            self._seconds[self._folder] += now - self._before
-            self._folder, self._before = folder, now
+            self._seconds[self._file] += now - self._before
+            self._file, self._before = file, now
+
+
+def _listed(seconds: Counter[str], count: int | None = None) -> str:
+    return ", ".join(f"{name} {number:.0f}" for name, number in seconds.most_common(count))
 
 
 def is_possible() -> bool:
