@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import ConfigDict, Field, model_validator
@@ -98,7 +98,7 @@ class SourceConfig:
 
 def _missing(key: str, paths: str | tuple[str, ...] | None, more: str = "") -> Iterator[Problem]:
     for path in (paths,) if isinstance(paths, str) else paths or ():
-        if not Path(path).exists():
+        if not os.path.exists(path):
             yield Problem((key,), f"must be a file or folder of this machine{more}; there is no '{path}'")
 
 

@@ -37,6 +37,9 @@ def problems_of_call(where: str, args: Mapping[str, Any]) -> Iterator[tuple[str 
     except SyntaxError as error:
         yield None, f"{spec.origin}:{error.lineno}: {error.msg}"
         return
+    except (OSError, ValueError, RecursionError, MemoryError) as error:
+        yield None, f"{spec.origin} cannot be read as Python: {error}"
+        return
     functions, others, has_star = _top_level(tree)
     if name in functions:
         yield from _problems_of_arguments(name, functions[name], args)

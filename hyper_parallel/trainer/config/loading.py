@@ -107,7 +107,10 @@ def _place(finding: Finding, places: Mapping[Key, str], path: str) -> str:
     """Where the key was written; for one that was not, its section, or else what makes it a mistake."""
     key = finding.key
     above = [key[:depth] for depth in range(len(key), 0, -1)]
-    return next((places[one] for one in [*above, *sorted(finding.concerns, key=dotted)] if one in places), path)
+    below = [one for one in places if one[: len(key)] == key]
+    return next(
+        (places[one] for one in [key, *below, *above, *sorted(finding.concerns, key=dotted)] if one in places), path
+    )
 
 
 def _reading_order(mistake: Mistake) -> tuple[bool, str, int]:

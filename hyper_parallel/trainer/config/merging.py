@@ -17,13 +17,12 @@ def merge(layers: Sequence[Layer], kind: type[Section]) -> tuple[dict[str, Any],
     values: dict[str, Any] = {}
     places: dict[Key, str] = {}
     for layer in layers:
-        _lay_over(values, places, layer, layer.values, (), Shape(kind))
+        _lay_over(values, places, layer.values, (), Shape(kind))
+        places |= layer.places
     return values, places
 
 
-def _lay_over(
-    values: dict[str, Any], places: dict[Key, str], layer: Layer, given: Mapping[str, Any], at: Key, shape: Shape
-) -> None:
+def _lay_over(values: dict[str, Any], places: dict[Key, str], given: Mapping[str, Any], at: Key, shape: Shape) -> None:
     section = shape.section
     if section is not None and issubclass(section, Section):
         chosen = any(name in given for name in section.ALTERNATIVES)
@@ -31,11 +30,10 @@ def _lay_over(
         for name in [*others, *(section.WITH_ALTERNATIVE if others else ())]:
             values.pop(name, None)
     for name, value in given.items():
-        key = (*at, name)
         if isinstance(value, Mapping):
             if not isinstance(values.get(name), dict):
                 values[name] = {}
-            _lay_over(values[name], places, layer, value, key, shape.at(name))
+                places.pop((*at, name), None)
+            _lay_over(values[name], places, value, (*at, name), shape.at(name))
         else:
             values[name] = value
-        places |= {inner: place for inner, place in layer.places.items() if inner[: len(key)] == key}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from pydantic import ValidationError
@@ -12,7 +13,7 @@ from pydantic import ValidationError
 from hyper_parallel.trainer.config.section import Section
 from hyper_parallel.trainer.config.shape import Shape
 from hyper_parallel.trainer.config.toml_layers import Key
-from hyper_parallel.trainer.config.toml_text import value_text
+from hyper_parallel.trainer.config.toml_text import key_text, value_text
 
 __all__ = ["ConfigError", "Mistake", "dotted", "mistakes_of"]
 
@@ -74,7 +75,7 @@ class Finding:
 
 def dotted(key: Key) -> str:
     """("data", "sources", 1, "path") as people write it: data.sources[1].path."""
-    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in key)
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{key_text(part)}" for part in key)
     return text.removeprefix(".")
 
 
@@ -135,9 +136,7 @@ def _unknown(key: Key, kind: type[Section]) -> Finding | None:
         return None
     name = str(key[-1])
     near = difflib.get_close_matches(name, shape.names, 1, cutoff=0.7)
-    elsewhere = [other for other in _all_keys(kind) if other[-1] == name]
-    nearly = [other for other in _all_keys(kind) if difflib.SequenceMatcher(None, str(other[-1]), name).ratio() > 0.8]
-    meant = (*key[:-1], near[0]) if near else next(iter(elsewhere or nearly), None)
+    meant = (*key[:-1], near[0]) if near else _meant_elsewhere(name, kind)
     if meant is not None:
         hint = f"did you mean {(meant[-1] if near else dotted(meant))!r}?"
     else:
@@ -146,12 +145,22 @@ def _unknown(key: Key, kind: type[Section]) -> Finding | None:
     return Finding(key, f"no such key; {hint}", frozenset([key]), meant)
 
 
-def _all_keys(kind: type[Section], at: Key = ()) -> Iterator[Key]:
+def _meant_elsewhere(name: str, kind: type[Section]) -> Key | None:
+    """The first key of another section that is called so, or nearly so."""
+    names = list(dict.fromkeys(str(key[-1]) for key in _all_keys(kind)))
+    found = [name] if name in names else difflib.get_close_matches(name, names, 1, cutoff=0.8)
+    return next((key for key in _all_keys(kind) if key[-1] in found), None)
+
+
+@cache
+def _all_keys(kind: type[Section], at: Key = ()) -> tuple[Key, ...]:
+    found: list[Key] = []
     for name in Shape(kind).names:
-        yield (*at, name)
+        found.append((*at, name))
         inner = Shape(kind).at(name).section
         if inner is not None and len(at) < 2:
-            yield from _all_keys(inner, (*at, name))
+            found += _all_keys(inner, (*at, name))
+    return tuple(found)
 
 
 def _key_of(location: Sequence[str | int], shape: Shape) -> Key:

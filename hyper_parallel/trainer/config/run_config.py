@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -105,7 +106,7 @@ class RunConfig(Section):
                 f"must be a multiple of every = {every}, got {stays}: no checkpoint would be of such a step",
             )
         resume = self.checkpoint.resume
-        if resume not in (AUTO, NEVER) and not Path(resume).is_dir():
+        if resume not in (AUTO, NEVER) and not os.path.isdir(resume):
             yield Problem(
                 ("checkpoint.resume",), f"must be {AUTO!r}, {NEVER!r} or the folder of a checkpoint, got {resume!r}"
             )

@@ -40,6 +40,12 @@ def _is_duration(text: str) -> str:
     return text
 
 
+def _has_no_nul(text: str) -> str:
+    if "\0" in text:
+        raise PydanticCustomError("allowed", "{allowed}", {"allowed": "a text without NUL"})
+    return text
+
+
 def _is_bytes(text: str) -> str:
     try:
         parse_bytes(text)
@@ -54,7 +60,7 @@ Whole = Annotated[int, Field(strict=True, ge=0)]
 Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(strict=True, ge=0, le=1)]
 Flag = Annotated[bool, Field(strict=True)]
-Text = Annotated[str, Field(min_length=1)]
+Text = Annotated[str, Field(min_length=1), AfterValidator(_has_no_nul)]
 Duration = Annotated[str, AfterValidator(_is_duration)]
 Bytes = Annotated[str, AfterValidator(_is_bytes)]
 

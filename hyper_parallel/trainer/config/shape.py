@@ -5,6 +5,7 @@ from __future__ import annotations
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from functools import cache
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 __all__ = ["Shape"]
@@ -52,5 +53,6 @@ def _is_a(kind: Any, wanted: type) -> bool:
     return isinstance(origin, type) and issubclass(origin, wanted) and origin is not str
 
 
+@cache
 def _hints(section: Any) -> dict[str, Any]:
     return get_type_hints(section, include_extras=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, ClassVar
 
 from pydantic import Field
@@ -14,6 +14,7 @@ from pydantic.dataclasses import dataclass
 
 from hyper_parallel.models.sizes import SIZES
 from hyper_parallel.trainer.config.builders import problems_of_call
+from hyper_parallel.trainer.config.reading import read_text
 from hyper_parallel.trainer.config.section import STRICT, Count, Flag, Fraction, Positive, Problem, Section, Text
 
 __all__ = ["DEFAULT_TARGETS", "SCRATCH", "LoraConfig", "ModelConfig"]
@@ -79,7 +80,7 @@ class ModelConfig(Section):
         elif self.build is not None:
             for key, what in problems_of_call(self.build, self.args):
                 yield Problem(("build",) if key is None else (f"args.{key}", "build"), what)
-        if self.weights not in (None, SCRATCH) and not Path(self.weights).is_dir():
+        if self.weights not in (None, SCRATCH) and not os.path.isdir(self.weights):
             yield Problem(
                 ("weights",), f"must be {SCRATCH!r} or a folder; there is no folder {str(self.weights)!r} here"
             )
@@ -116,25 +117,27 @@ class ModelConfig(Section):
         yield from wrong
 
     def _problems_of_hugging_face(self, given: str) -> Iterator[Problem]:
-        path = Path(given) / "config.json" if Path(given).is_dir() else Path(given)
-        try:
-            values = json.loads(path.read_text())
-        except (OSError, UnicodeDecodeError):
+        path = os.path.join(given, "config.json") if os.path.isdir(given) else given
+        if not os.path.isfile(path):
             yield Problem(
                 ("hugging_face",),
-                f"must be a folder with a config.json, or the path of one, on this machine; {str(path)!r} cannot be "
-                "read",
+                f"must be a folder with a config.json, or the path of one, on this machine; there is no file {path!r}",
             )
             return
-        except json.JSONDecodeError as error:
-            yield Problem(("hugging_face",), f"{str(path)!r} is not JSON: {error}")
+        try:
+            values = json.loads(read_text(path))
+        except (json.JSONDecodeError, RecursionError) as error:
+            yield Problem(("hugging_face",), f"{path!r} is not JSON: {error}")
+            return
+        except ValueError as error:
+            yield Problem(("hugging_face",), f"{path!r} cannot be read: {error}")
             return
         if not isinstance(values, dict) or "model_type" not in values:
             yield Problem(
-                ("hugging_face",), f"{str(path)!r} is not the config of a Hugging Face model: it has no 'model_type'"
+                ("hugging_face",), f"{path!r} is not the config of a Hugging Face model: it has no 'model_type'"
             )
             return
-        yield from _unknown_args(self.args, list(values), f"{str(path)!r}")
+        yield from _unknown_args(self.args, list(values), f"{path!r}")
         if self.weights is None:
             yield Problem(
                 ("weights", "hugging_face"),
