@@ -14,6 +14,8 @@ MINDSPORE_EXTRAS ?= mindspore,torch,dev
 # make test PLATFORM=torch TESTS=tests/platform/test_collectives.py; without PLATFORM both frameworks, side by side
 PLATFORM ?= torch mindspore
 TESTS ?= tests
+# Processes that share the tests of PyTorch, a file at a time; of a part of them one, in the order of the files
+JOBS ?= $(if $(filter-out tests,$(TESTS)),0,2)
 # Extra arguments: make test ARGS="-k all_reduce --world-size 4", make demo ARGS="--steps 200"
 ARGS ?=
 
@@ -56,8 +58,8 @@ demo: $(STAMP) ## one training under three layouts, stopped, killed and resumed:
 # it. All are tested even when one fails; the status is that of the worst.
 test: setup ## run the tests on both frameworks (PLATFORM=torch or mindspore: one, TESTS=path, ARGS="-k name")
 	@run() { \
-		bin=$(BIN); test $$1 != mindspore || bin=$(MINDSPORE_VENV)/bin; \
-		exec $$bin/python -m pytest $(TESTS) --platform=$$1 --durations=10 $(ARGS); \
+		bin=$(BIN); jobs=$(JOBS); test $$1 != mindspore || { bin=$(MINDSPORE_VENV)/bin; jobs=0; }; \
+		exec $$bin/python -m pytest $(TESTS) --platform=$$1 --numprocesses=$$jobs --dist=loadfile --durations=10 $(ARGS); \
 	}; \
 	set -- $(PLATFORM); first=$$1; shift; failed=0; others=; logs=$$(mktemp -d); \
 	trap 'for other in $$others; do kill $${other%:*} 2>/dev/null; done; rm -rf "$$logs"' EXIT; trap 'exit 130' INT TERM; \
@@ -71,7 +73,7 @@ test: setup ## run the tests on both frameworks (PLATFORM=torch or mindspore: on
 	others=; exit $$failed
 
 sweep: ## run all that is too long for every change, with everything tried (TESTS, PLATFORM and ARGS as above)
-	@$(MAKE) --no-print-directory test ARGS="--sweep $(ARGS)"
+	@$(MAKE) --no-print-directory test JOBS=0 ARGS="--sweep $(ARGS)"
 
 bench: $(STAMP) ## run every benchmark, or one: make bench BENCH=benchmarks/collectives.py
 	@set -e; for benchmark in $(BENCH); do echo "== $$benchmark"; $(BIN)/python $$benchmark $(ARGS); done

@@ -56,6 +56,7 @@ def _end(processes, seconds):
     return [(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
 
 
+@pytest.mark.sweep("mindspore")
 def test_ranks_of_two_hosts_meet_and_start_again_after_a_death_on_one(hosts, program):
     ends = _end([hosts.launch(host, program, "--max-restarts", "1", TEST_KILL="1") for host in range(2)], 150)
     for host, (code, output) in enumerate(ends):

@@ -100,6 +100,7 @@ def saved(worlds: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return folder_of
 
 
+@pytest.mark.sweep("mindspore")
 @pytest.mark.parametrize("pair", small_or_sweep(_PAIRS, _SMALL), ids=" -> ".join)
 def test_training_goes_on_under_any_other_split(pair: tuple[str, str], saved: Any, worlds: Any) -> None:
     before, after = pair

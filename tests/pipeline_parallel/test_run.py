@@ -63,6 +63,7 @@ def test_every_schedule_trains_as_one_piece(sweep: bool) -> None:
                 check(got, want[tied])
 
 
+@pytest.mark.sweep("mindspore")
 @run_on_ranks(2, timeout=400)
 def test_recomputed_blocks_split_backward_and_accumulation() -> None:
     check(

@@ -92,6 +92,7 @@ def _assert_equal(by_rank: list[list[list[float]]], runs: list[Run], expected: d
             np.testing.assert_allclose(losses, wanted, rtol=0, atol=1e-5, err_msg=str(run))
 
 
+@pytest.mark.sweep("mindspore")
 def test_losses_equal_those_of_torch_on_one_process(worlds, torch_worlds, expected):
     runs = [Run("tensor parallel", optimizer=name) for name in OPTIMIZERS]
     _assert_equal(torch_worlds(2, TIMEOUT).run(train_on_torch, runs), runs, expected)

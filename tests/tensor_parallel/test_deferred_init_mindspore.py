@@ -150,6 +150,7 @@ def test_same_bits_under_every_layout():
                 assert got[name].dtype == value.dtype and np.array_equal(got[name], value), name
 
 
+@pytest.mark.sweep("mindspore")
 @run_on_ranks(2, timeout=300)
 def test_trains_afterwards_like_one_device():
     mesh = hp.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))

@@ -1,8 +1,9 @@
 """Kills and signals to runs of real processes: nothing hangs, nothing is lost, the cause is on top.
 
 Starting a process that trains takes a hundred times as long as the training here. So at every change a rank is killed
-and a launcher asked to stop on real processes, once each; what a run does when it is asked at odd moments is tried on
-ranks that are threads. The rest is in the sweep, and what the launcher does with signals in tests/launch.
+and a launcher asked to stop on real processes once each, by the demo (tests/trainer/test_demo.py); what a run does when
+it is asked at odd moments is tried on ranks that are threads. The rest is in the sweep, and what the launcher does with
+signals in tests/launch.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ def _saved(folder):
     return latest(folder / "run" / "checkpoints").name
 
 
+@pytest.mark.sweep  # At every change it is in the demo, as is a SIGTERM.
 def test_a_killed_rank_is_restarted_to_the_same_curve(tmp_path, undisturbed):
     with Run(tmp_path, "parallel.tp=2", restarts=1) as run:
         run.wait_for_step(12)
@@ -61,7 +63,8 @@ def test_a_killed_rank_ends_the_others_and_a_second_run_goes_on(tmp_path, undist
         assert run.losses() == pytest.approx(undisturbed, rel=1e-9)
 
 
-@pytest.mark.parametrize("to", small_or_sweep(["the launcher", "a rank"], ["the launcher"]))
+@pytest.mark.sweep
+@pytest.mark.parametrize("to", ["the launcher", "a rank"])
 def test_sigterm_saves_and_the_run_goes_on(tmp_path, undisturbed, to):
     with Run(tmp_path, "parallel.tp=2", every=0) as run:
         run.wait_for_step(8)

@@ -70,6 +70,7 @@ _LAYOUTS = {
 }
 
 
+@pytest.mark.sweep("mindspore")
 @pytest.mark.parametrize("layout", small_or_sweep(_LAYOUTS, ["tp"]))
 def test_the_curve_is_that_of_pytorch(tmp_path, straight, layout):
     nproc, sets = _LAYOUTS[layout]

@@ -10,27 +10,37 @@ import contextlib
 import os
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PROCESSES = Path("/proc")
 _FILES_TOLD = 15
+_TOLD = "cpu_seconds"
 
 
 class CpuSeconds:
-    """A pytest plugin: two lines at the end of a run."""
+    """A pytest plugin: two lines at the end of a run. Where other processes run the tests, they tell theirs."""
 
     def __init__(self) -> None:
         self._file = "collection"
         self._before = 0.0
         self._seconds: Counter[str] = Counter()
 
-    def pytest_runtest_logstart(self, nodeid: str) -> None:
-        self._go_on_with(nodeid.partition("::")[0])
+    def pytest_runtest_protocol(self, item: pytest.Item) -> None:
+        self._go_on_with(item.nodeid.partition("::")[0])
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        self._go_on_with("")
+        if (told := getattr(session.config, "workeroutput", None)) is not None:
+            told[_TOLD] = dict(self._seconds)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        self._seconds.update(getattr(node, "workeroutput", {}).get(_TOLD, {}))
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        self._go_on_with("")
         folders: Counter[str] = Counter()
         for file, seconds in self._seconds.items():
             folders[file.split("/")[1] if file.count("/") > 1 else "the rest"] += seconds

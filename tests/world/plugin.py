@@ -110,16 +110,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 # Note [What runs on MindSpore at every change]
 # A rank on MindSpore is a new interpreter that takes five seconds of a core to start, and an operator takes many times
 # as long as on PyTorch, where the same tests run in full, in one process. So at every change a test runs on the smaller
-# of its worlds. These are worlds of 2 ranks, and of 4 only where meshes themselves are the subject and in tests that
-# are MindSpore's own. A test on ranks that runs on both frameworks has the first and the last of its cases. A sweep has
-# all.
+# of its worlds. These are worlds of 2 ranks, and of 4 in one file, for meshes of two axes: four more interpreters cost
+# as much as all tests of a folder. A test on ranks that runs on both frameworks has the first and the last of its
+# cases. A sweep has all.
 _SIZES_ON_MINDSPORE = (2, 4)
-_ABOUT_MESHES = ("core", "fully_shard")
+_ON_FOUR_ON_MINDSPORE = "fully_shard/on_mindspore/test_training.py"
 _CASES_ON_MINDSPORE = 2
 
 
 def _few_sizes(sizes: tuple[int, ...], path: Path) -> tuple[int, ...]:
-    on_four = path.parent.name in _ABOUT_MESHES or _is_mindspores(path)
+    on_four = path.as_posix().endswith(_ON_FOUR_ON_MINDSPORE)
     return tuple(sorted(set(sizes) & set(_SIZES_ON_MINDSPORE if on_four else _SIZES_ON_MINDSPORE[:1]))[:1])
 
 

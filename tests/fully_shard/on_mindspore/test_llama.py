@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import mindspore  # noqa: F401  # this test is about MindSpore
 import numpy as np
+import pytest
 from mindspore import Tensor
 
 import hyper_parallel as hp
@@ -59,6 +60,7 @@ def _losses(model: Any, data: hp.DeviceMesh) -> list[float]:
     return losses
 
 
+@pytest.mark.sweep("mindspore")
 def test_losses_are_those_of_torch(worlds, sweep) -> None:
     torch_worlds = Worlds("torch")
     try:

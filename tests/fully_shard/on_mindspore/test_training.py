@@ -98,6 +98,7 @@ class Odds(nn.Cell):
         return self.last(self.blocks[0](x))
 
 
+@pytest.mark.sweep("mindspore")
 @run_on_ranks(4, sweep=(2, 3))
 def test_odd_parameters() -> None:
     """torch's fully_shard refuses several dtypes in a unit, and parameters that are not contiguous."""
@@ -215,6 +216,7 @@ def test_accumulation(case) -> None:
     assert_all_sharded(ours)
 
 
+@pytest.mark.sweep("mindspore")
 @run_on_ranks(4)
 def test_a_part_on_each_of_two_neighbours() -> None:
     mesh = mesh_of()
