@@ -105,7 +105,7 @@ def map_tokens(path: Path, dtype: str) -> np.ndarray:
 def _load_ends(path: Path, num_tokens: int) -> np.ndarray:
     try:
         ends = np.load(path, mmap_mode="r")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, EOFError) as error:
         raise ValueError(f"cannot read the ends of documents in '{path}': {error}") from error
     if ends.ndim != 1 or ends.dtype.kind not in "iu" or not len(ends):
         raise ValueError(f"{path}: the ends of documents must be a list of whole numbers, not {ends.dtype}{ends.shape}")

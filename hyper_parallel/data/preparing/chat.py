@@ -36,23 +36,22 @@ _SHOWN = 40  # characters to either side of a difference
 class ChatTemplate:
     """A Jinja template in Hugging Face's format, rendered in a sandbox."""
 
-    def __init__(self, source: str, *, bos: str = "", eos: str = "") -> None:
+    def __init__(self, source: str, *, bos: str = "", eos: str = "", name: str = "the chat template") -> None:
         self.source = source
         self._names = {"bos_token": bos, "eos_token": eos}
-        self._template = _compiled(source)
+        self._name = name
+        self._template = _compiled(source, name)
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False, tools: Any = None) -> str:
         """The text of a conversation; ``tools`` are those that the model is told of."""
-        import jinja2
-
         try:
             return str(
                 self._template.render(
                     messages=list(messages), add_generation_prompt=add_generation_prompt, tools=tools, **self._names
                 )
             )
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
-            raise ValueError(f"the chat template cannot render these messages: {error}") from error
+        except Exception as error:  # the template is a program: 1 // 0, or a macro that calls itself without end
+            raise ValueError(f"{self._name} cannot render these messages: {error}") from error
 
     def render_trained(self, messages: Sequence[Message], *, tools: Any = None) -> tuple[str, list[Span]]:
         """(the text of a conversation, the stretches of it that are trained)."""
@@ -96,6 +95,7 @@ def load_chat_template(name: str | None, tokenizer: Tokenizer) -> ChatTemplate |
     """A template by name: ``"chatml"``, ``"none"``, a file, or (None) that of the tokenizer; ChatML for bytes."""
     if name == "none":
         return None
+    what = "the chat template"
     if name == "chatml" or (name is None and tokenizer.folder is None):
         source = CHATML
     elif name is None:
@@ -105,15 +105,17 @@ def load_chat_template(name: str | None, tokenizer: Tokenizer) -> ChatTemplate |
                 'tokenizer_config.json); write chat_template = "chatml", the path of a Jinja file, or "none"'
             )
         source = tokenizer.chat_template
+        what += f" of the tokenizer in '{tokenizer.folder}'"
     else:
+        what += f" '{name}'"
         try:
             source = Path(name).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"cannot read the chat template '{name}': {error}; \"chatml\" is built in") from error
-    return ChatTemplate(source, bos=tokenizer.bos, eos=tokenizer.eos)
+    return ChatTemplate(source, bos=tokenizer.bos, eos=tokenizer.eos, name=what)
 
 
-def _compiled(source: str) -> Any:
+def _compiled(source: str, name: str) -> Any:
     try:
         import jinja2
         import jinja2.ext
@@ -141,7 +143,9 @@ def _compiled(source: str) -> Any:
     try:
         return environment.from_string(source)
     except jinja2.TemplateSyntaxError as error:
-        raise ValueError(f"the chat template is no Jinja template: line {error.lineno}: {error}") from error
+        raise ValueError(f"{name} is no Jinja template: line {error.lineno}: {error}") from error
+    except RecursionError as error:
+        raise ValueError(f"{name} is no Jinja template: it is too deep") from error
 
 
 def _difference(part: str, whole: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
@@ -94,6 +95,8 @@ def read_records(file: Path) -> Iterator[Record]:
 def _json_lines(file: Path) -> Iterator[Record]:
     with opened(file) as stream:
         for number, line in enumerate(stream, 1):
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)
             if line.strip():
                 yield Record(f"{file}:{number}", _parsed(line, f"{file}:{number}"))
 
@@ -101,10 +104,17 @@ def _json_lines(file: Path) -> Iterator[Record]:
 def _parsed(line: bytes, where: str) -> dict[str, Any]:
     try:
         fields = json.loads(line.decode())
+        if b"\\u" in line:
+            json.dumps(fields, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{where}: byte 0x{line[error.start]:02x} at column {error.start + 1} is no UTF-8, so this is no "
             "line of JSON"
+        ) from error
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(error.object[error.start]):04x}"
+        raise ValueError(
+            f"{where}: {half} is half a character; its other half, of a pair like \\ud83d\\ude00, is missing"
         ) from error
     except (ValueError, RecursionError) as error:
         at = f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
@@ -122,11 +132,11 @@ def _parquet(file: Path) -> Iterator[Record]:
         raise RuntimeError(f"'{file}' needs the library pyarrow; run: pip install 'hyper-parallel[data]'") from None
     number = 0
     try:
-        for batch in pyarrow.parquet.ParquetFile(file).iter_batches():
+        for batch in pyarrow.parquet.ParquetFile(file, page_checksum_verification=True).iter_batches():
             for fields in batch.to_pylist():
                 number += 1
                 yield Record(f"{file}, row {number}", fields)
-    except (OSError, pyarrow.ArrowException) as error:
+    except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:
         raise ValueError(f"cannot read '{file}' as parquet, after {number} rows: {error}") from error
 
 

@@ -74,11 +74,19 @@ class FileTokenizer(Tokenizer):
         except Exception as error:  # the library raises plain Exception
             raise ValueError(f"{file}: this is no tokenizer of the `tokenizers` library: {error}") from error
         self.folder = file.parent
-        config = _read_config(self.folder / "tokenizer_config.json")
-        self.bos, self.eos = (_text_of(config.get(name)) for name in ("bos_token", "eos_token"))
+        beside = self.folder / "tokenizer_config.json"
+        config = _read_config(beside)
+        self.bos, self.eos = (_token_text(config.get(name), name, beside) for name in ("bos_token", "eos_token"))
         self.eos_id = self._tokenizer.token_to_id(self.eos) if self.eos else None
-        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-        self.chat_template = _find_template(self.folder, config)
+        if self.eos and self.eos_id is None:
+            raise ValueError(
+                f"{beside}: eos_token {self.eos!r} is no token of '{file}', so documents would have no end"
+            )
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        if not vocabulary:
+            raise ValueError(f"{file}: this tokenizer has no tokens")
+        self.vocab_size = max(vocabulary.values()) + 1
+        self.chat_template = _find_template(self.folder, config.get("chat_template"), beside)
         self.identity = hashlib.blake2b(content + f"{self.bos}\0{self.eos}".encode(), digest_size=16).hexdigest()
         self._tokenizer.no_padding()  # a file may ask for both, which would change rows behind our back
         self._tokenizer.no_truncation()
@@ -117,20 +125,31 @@ def _read_config(path: Path) -> dict[str, Any]:
         return {}
     try:
         config = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: this is no JSON: {error}") from error
-    return config if isinstance(config, dict) else {}
+    if not isinstance(config, dict):
+        raise ValueError(f"{path}: this is no table of values, but {type(config).__name__}")
+    return config
 
 
-def _text_of(token: Any) -> str:
-    return str(token["content"] if isinstance(token, dict) else token or "")
+def _token_text(token: Any, name: str, path: Path) -> str:
+    text = token.get("content") if isinstance(token, dict) else token
+    if (text is not None and not isinstance(text, str)) or (text is None and token):
+        raise ValueError(f"{path}: {name} must be a text, or a table with the text 'content', but is {token!r}")
+    return text or ""
 
 
-def _find_template(folder: Path, config: dict[str, Any]) -> str | None:
+def _find_template(folder: Path, found: Any, path: Path) -> str | None:
+    """The chat template: a file of its own, or what ``path`` says."""
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
-    found = config.get("chat_template")
+        try:
+            return file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"cannot read the chat template '{file}': {error}") from error
     if isinstance(found, list):  # several, by name
-        found = next((one["template"] for one in found if one.get("name") == "default"), None)
+        named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
+        found = named.get("default")
+    if found is not None and not isinstance(found, str):
+        raise ValueError(f"{path}: chat_template must be a text or a list of named templates, but is {found!r}")
     return found
