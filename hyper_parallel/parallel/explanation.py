@@ -1,19 +1,25 @@
-"""What a split model is, in words: its mesh, where parameters lie, bytes on a rank, what a step sends."""
+"""What is found out about a split model: in words its mesh, where parameters lie, bytes on a rank, what a step sends;
+and by running it that packed documents do not see each other.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from hyper_parallel.core.dtensor.comm_recorder import CommRecorder
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
+from hyper_parallel.data.proof import PackingProof, prove_packing
+from hyper_parallel.parallel.losses import without_caches
 from hyper_parallel.platform import get_platform
 
 if TYPE_CHECKING:
     from hyper_parallel.parallel.parallel import Parallel
 
-__all__ = ["explain"]
+__all__ = ["explain", "prove_packing_of"]
 
 _platform = get_platform()
 
@@ -94,3 +100,57 @@ def _size(num_bytes: float) -> str:
             return f"{num_bytes:.4g} {unit}"
         num_bytes /= 1024
     return f"{num_bytes:.4g} TiB"
+
+
+# ---------------------------------------------------------------- packed documents
+
+
+def prove_packing_of(
+    run: Parallel,
+    length: int,
+    vocab_size: int | None = None,
+    tolerance: float = 1e-3,
+    arguments: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None,
+) -> PackingProof:
+    """:meth:`Parallel.prove_packing`; ``arguments`` gives what the model is called with for a batch of numpy arrays."""
+    config = getattr(run.model, "config", None)
+    config = getattr(config, "text_config", config)
+    vocab_size = vocab_size or getattr(config, "vocab_size", None)
+    if vocab_size is None:
+        raise ValueError(f"prove_packing: {run.name} does not say how many tokens it knows; give vocab_size")
+
+    def run_model(batch: dict[str, Any]) -> np.ndarray:
+        given = (arguments or _as_tensors)({name: np.asarray(value) for name, value in batch.items()})
+        were_training = [_platform.set_training(part, False) for part in run.parts]
+        try:
+            with _platform.no_grad(), without_caches(run.configs_of_caches):
+                outputs = run(**given)
+        finally:
+            for part, was_training in zip(run.parts, were_training, strict=True):
+                _platform.set_training(part, was_training)
+        return _everywhere(run, outputs)
+
+    return prove_packing(run_model, vocab_size=vocab_size, length=length, tolerance=tolerance)
+
+
+def _as_tensors(batch: dict[str, Any]) -> dict[str, Any]:
+    device = _platform.get_device_type()
+    return {
+        name: _platform.from_numpy(np.ascontiguousarray(array), _platform.str_to_dtype(str(array.dtype)), device)
+        if array.ndim
+        else array.item()
+        for name, array in batch.items()
+    }
+
+
+def _everywhere(run: Parallel, outputs: Any) -> np.ndarray:
+    """The logits; in stages they are with the last one, and every rank must come to one verdict."""
+    found = None if outputs is None else getattr(outputs, "logits", outputs)
+    found = None if found is None else np.asarray(_platform.tensor_to_numpy(found), np.float64)
+    if run.pipeline is None:
+        assert found is not None
+        return found
+    group = run.mesh.get_group("pp")
+    everyone: list[Any] = [None] * run.mesh.size("pp")
+    _platform.all_gather_object(everyone, found, group)
+    return next(one for one in everyone if one is not None)

@@ -15,7 +15,8 @@ count once, whatever the number of parts. A model tells them apart as ``auxiliar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from hyper_parallel.core.context_parallel.batch import current_order
@@ -23,7 +24,15 @@ from hyper_parallel.core.shard.dispatching.mixing import implicit_replication
 from hyper_parallel.parallel.counts import IGNORED, Counts, num_targets, plain
 from hyper_parallel.platform import get_platform
 
-__all__ = ["GivenLoss", "LabelledLoss", "is_hugging_face", "loss_for", "next_token_loss"]
+__all__ = [
+    "GivenLoss",
+    "LabelledLoss",
+    "configs_of_caches",
+    "is_hugging_face",
+    "loss_for",
+    "next_token_loss",
+    "without_caches",
+]
 
 _platform = get_platform()
 
@@ -35,6 +44,26 @@ _AUXILIARY_FACTORS = ("router_aux_loss_coef", "aux_loss_coef")
 def is_hugging_face(model: Any) -> bool:
     """Whether the model is one of transformers'."""
     return hasattr(model, "base_model_prefix") and hasattr(model, "config") and hasattr(model, "save_pretrained")
+
+
+def configs_of_caches(parts: Iterable[Any]) -> list[Any]:
+    """The configs that say whether models of transformers keep keys and values for tokens to come."""
+    configs = [getattr(module, "config", None) for part in parts for _, module in _platform.get_cells_and_names(part)]
+    return list({id(one): one for one in configs if hasattr(one, "use_cache")}.values())
+
+
+@contextmanager
+def without_caches(configs: Iterable[Any]) -> Iterator[None]:
+    """Context: no cache is kept. Recomputed blocks would add to it once more, and where there is one transformers does
+    not look for packed documents."""
+    caching = [config for config in configs if config.use_cache]
+    for config in caching:
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config in caching:
+            config.use_cache = True
 
 
 def loss_for(model: Any, loss: Callable[..., Any] | None) -> GivenLoss | LabelledLoss:
@@ -119,8 +148,6 @@ class HuggingFaceLoss(LabelledLoss):
 
     def __init__(self, model: Any) -> None:
         self._model, self._name = model, type(model).__name__
-        configs = [getattr(module, "config", None) for _, module in _platform.get_cells_and_names(model)]
-        self._configs: list[Any] = list({id(one): one for one in configs if hasattr(one, "use_cache")}.values())
         self._total: Counts | None = None
         self._divided = False
         self._has_shifted = False  # whether the batch has shift_labels
@@ -147,15 +174,10 @@ class HuggingFaceLoss(LabelledLoss):
     def share(self, model: Any, batch: Mapping[str, Any], part: Counts, total: Counts) -> Any:
         self._total, self._divided = total, False
         order, self._has_shifted = current_order(), batch.get("shift_labels") is not None
-        caching = [config for config in self._configs if config.use_cache]
-        for config in caching:  # Keys and values for tokens to come: recomputed blocks would add theirs once more.
-            config.use_cache = False
         try:
             outputs = model(**batch)
         finally:
             self._total = None
-            for config in caching:
-                config.use_cache = True
         loss, auxiliary = plain(_loss_in(model, outputs)), self._auxiliary(outputs)
         if order is not None and not self._divided:
             raise ValueError(

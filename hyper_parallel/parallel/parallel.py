@@ -24,9 +24,9 @@ from hyper_parallel.core.tensor_parallel.single_device_code import map_tensors
 from hyper_parallel.parallel.adapter_files import save_adapters
 from hyper_parallel.parallel.counts import Counts, plain, total_counts
 from hyper_parallel.parallel.degrees import Degrees
-from hyper_parallel.parallel.explanation import explain
+from hyper_parallel.parallel.explanation import explain, prove_packing_of
 from hyper_parallel.parallel.hugging_face import load_folder, require_memory, save_folder
-from hyper_parallel.parallel.losses import GivenLoss, LabelledLoss
+from hyper_parallel.parallel.losses import GivenLoss, LabelledLoss, configs_of_caches, without_caches
 from hyper_parallel.parallel.meshes import Meshes
 from hyper_parallel.parallel.micro_batches import MicroBatch, micro_batches, named_batch, num_rows, parts_of
 from hyper_parallel.parallel.part_runs import InTurn, PartRuns
@@ -71,7 +71,7 @@ class Parallel:
         #: The number of the next step, which random numbers are addressed by; in checkpoints.
         self.step = 0
         self._first_row, self._num_rows = (0, -1), 0
-        #: Numbers that each rank may set, and their sums as of the last step: they travel with the number of targets.
+        #: Numbers that each rank may set, and their sums of the last step: they travel with the number of targets.
         self.tell: tuple[int, ...] = ()
         self.told: Any = None
         #: The targets and rows of the last step's whole batch, as tensors.
@@ -79,6 +79,7 @@ class Parallel:
         #: The stages of the model and their table; None where every rank has all of it.
         self.pipeline = pipeline
         self.sequences = sequences or Sequences()
+        self.configs_of_caches = configs_of_caches(self.parts)
         self._runs: PartRuns = InTurn(model, degrees, meshes) if pipeline is None else pipeline
         self._routed = RoutedTokens(self.parts, meshes.batch)
 
@@ -162,7 +163,7 @@ class Parallel:
             raise ValueError(f"the batch has no tensors; it has {', '.join(batch) or 'nothing'}")
         if not self._has_values:
             self._require_values(like)
-        with self.sequences.running():
+        with self.sequences.running(), without_caches(self.configs_of_caches):
             return self._run_step(batch, like, backward)
 
     def _run_step(self, batch: dict[str, Any], like: Any, backward: bool) -> Any:
@@ -254,6 +255,11 @@ class Parallel:
         if mesh.size() > 1:
             total = _platform.all_reduce(_platform.copied(total), mesh.get_group(axes))
         return total
+
+    def prove_packing(self, *, length: int = 32, vocab_size: int | None = None, tolerance: float = 1e-3) -> Any:
+        """Proof on this model, under its degrees, that packed documents do not see each other; an error if they do. Its
+        ``spelling`` is how the model is told of them. Let ``length`` be longer than a sliding window."""
+        return prove_packing_of(self, length, vocab_size, tolerance)
 
     # ---------------------------------------------------------------- parameters and gradients
 

@@ -15,7 +15,11 @@ from typing import Any
 
 from hyper_parallel.core.context_parallel.batch import ORDERS, TokenOrder, is_sequence, ordered_batch, sequence_shape
 from hyper_parallel.core.context_parallel.blocks.schemes import SCHEMES, attention_scheme
-from hyper_parallel.core.context_parallel.hugging_face import follows_interface, take_over_attention
+from hyper_parallel.core.context_parallel.hugging_face import (
+    counts_from_zero,
+    follows_interface,
+    take_over_attention,
+)
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.distribute import distribute_tensor
 from hyper_parallel.core.dtensor.placement_types import Replicate, Shard
@@ -50,15 +54,22 @@ class Sequences:
             raise ValueError(f"parallelize: order={order!r} is none of {', '.join(map(repr, ORDERS))}")
         self.num_parts, self.attention = num_parts, attention
         self.order = order if num_parts > 1 else "contiguous"
+        self._needs_positions = ""  # the name of a model that does not count from 0 where it is given no positions
 
     def prepare(self, model: Any, loss: GivenLoss | LabelledLoss) -> None:
         """Let the model compute attention by ours, if it is one of transformers'; errors for what cannot be done."""
         if self.num_parts == 1:
             return
         chosen = is_hugging_face(model) and take_over_attention(model)
+        name, order = type(model).__name__, f"order={self.order!r}"
+        if self.attention not in ("auto", "gather") and is_hugging_face(model) and not chosen:
+            raise ValueError(
+                f"parallelize: attention={self.attention!r}: {name} does not compute attention by transformers' "
+                "AttentionInterface, so no scheme can be chosen for it; write attention='auto': its own operators run "
+                "on shards of the sequence and gather where they must"
+            )
         if self.order == "contiguous":
             return
-        name, order = type(model).__name__, f"order={self.order!r}"
         if is_hugging_face(model) and not follows_interface(model):
             raise ValueError(
                 f"parallelize: {order}: {name} computes attention in a way of its own, by the order of tokens, and "
@@ -75,6 +86,8 @@ class Sequences:
                 "of that token or of the next; give loss=hp.next_token_loss, or a function with an attribute "
                 "shifts_labels, True or False"
             )
+        if not counts_from_zero(model):
+            self._needs_positions = name
 
     def ordered(self, part: MicroBatch, loss: GivenLoss | LabelledLoss) -> MicroBatch:
         """A part with its tokens in the order of this run."""
@@ -85,6 +98,12 @@ class Sequences:
         self, batch: Mapping[str, Any], loss: GivenLoss | LabelledLoss
     ) -> tuple[dict[str, Any], TokenOrder | None]:
         """A batch in the order of this run, and that order; None: that of the sequence."""
+        if self._needs_positions and batch.get("position_ids") is None:
+            raise ValueError(
+                f"parallelize: order={self.order!r}: {self._needs_positions} does not count positions from 0 in every "
+                "row (from behind the padding, or from another number); give position_ids with the batch as it would "
+                "count them, or write order='contiguous'"
+            )
         values, order = ordered_batch(batch, self.order, self.num_parts, shifts_labels=bool(loss.shifts_labels))
         if order is not None and isinstance(loss, LabelledLoss) and "shift_labels" in values:
             values["labels"] = values["shift_labels"]  # without labels the model computes no loss

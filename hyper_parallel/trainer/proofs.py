@@ -3,12 +3,9 @@ is trained."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from hyper_parallel.data.proof import prove_packing
-from hyper_parallel.platform import get_platform
+from hyper_parallel.parallel.explanation import prove_packing_of
 from hyper_parallel.trainer.batches import Feeder
 
 if TYPE_CHECKING:
@@ -27,16 +24,5 @@ def find_spelling(run: Parallel, data: Dataset) -> str | None:
         return None
 
     feeder = Feeder(run, data)
-    platform = get_platform()
-
-    def run_model(batch: dict[str, Any]) -> np.ndarray:
-        arguments = feeder.arguments({name: np.asarray(value) for name, value in batch.items()})
-        before = platform.set_training(run.model, False)
-        try:
-            with platform.no_grad():
-                outputs = run(**arguments)
-        finally:
-            platform.set_training(run.model, before)
-        return platform.tensor_to_numpy(getattr(outputs, "logits", outputs))
-
-    return prove_packing(run_model, vocab_size=data.vocab_size, length=min(data.length, 64)).spelling
+    length = min(data.length, 64)
+    return prove_packing_of(run, length, data.vocab_size, arguments=feeder.arguments).spelling

@@ -118,6 +118,9 @@ def _refusals() -> list[str]:
     refused("mamba", order="zigzag")
     refused("falcon", order="striped")
     refused("bert_masked", order="zigzag")
+    refused("llama4", order="zigzag")
+    refused("roberta", order="striped")
+    refused("bloom", attention="ring")
     refused("llama", order="sorted")
     refused("llama", attention="rings")
     pairs = torch.ones(4, 1, 12, 12, dtype=torch.bool).tril()
@@ -126,13 +129,16 @@ def _refusals() -> list[str]:
 
 
 def test_what_cannot_be_done_is_refused_by_name() -> None:
-    for name in ("qwen3_next", "mamba", "falcon", "bert_masked", "llama"):
+    for name in ("qwen3_next", "mamba", "falcon", "bert_masked", "llama4", "roberta", "bloom", "llama"):
         build(name)
-    conv, mamba, falcon, bert, order, scheme, pairs = threads(2).run(_refusals)[0]
+    conv, mamba, falcon, bert, scales, padding, own, order, scheme, pairs = threads(2).run(_refusals)[0]
     assert "conv1d goes by the order of tokens" in conv and "order='contiguous'" in conv
     assert "MambaForCausalLM counts positions by itself" in mamba
     assert "FalconForCausalLM computes attention in a way of its own" in falcon
     assert "BertForMaskedLM computes its loss by itself" in bert
+    assert "a plain tensor of (4, 12, 1, 1), which the model makes by itself and gives to mul, goes by the" in scales
+    assert "RobertaForCausalLM does not count positions from 0 in every row" in padding
+    assert "attention='ring': BloomForCausalLM does not compute attention by transformers'" in own
     assert "order='sorted' is none of 'contiguous', 'zigzag', 'striped'" in order
     assert "attention='rings' is none of" in scheme
     assert "attention_mask of shape (4, 1, 12, 12)" in pairs and "cannot be put in zigzag order" in pairs

@@ -231,6 +231,27 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
         "MambaConfig",
         {"vocab_size": VOCABULARY, "hidden_size": 16, "state_size": 4, "num_hidden_layers": 2, "time_step_rank": 3},
     ),
+    "bloom": (
+        "BloomForCausalLM",
+        "BloomConfig",
+        {"vocab_size": VOCABULARY, "hidden_size": 16, "n_layer": 2, "n_head": 4, "initializer_range": 0.3},
+    ),
+    "roberta": ("RobertaForCausalLM", "RobertaConfig", {**_BERT, "is_decoder": True, "pad_token_id": 0}),
+    "llama4": (
+        "Llama4ForCausalLM",
+        "Llama4TextConfig",
+        {
+            **_DECODER,
+            "head_dim": 4,
+            "intermediate_size_mlp": 24,
+            "attention_chunk_size": 5,
+            "no_rope_layers": [1, 0],
+            "num_local_experts": 2,
+            "interleave_moe_layer_step": 2,
+            "num_experts_per_tok": 1,
+            "floor_scale": 4,  # a query's scale grows with its position from here on, by the model's own count
+        },
+    ),
     "bert_classes": ("BertForSequenceClassification", "BertConfig", {**_BERT, "num_labels": 3}),
     "falcon": (
         "FalconForCausalLM",

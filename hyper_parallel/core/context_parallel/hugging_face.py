@@ -16,9 +16,12 @@ model that does not look for documents (it gives its mask no positions) does not
 from __future__ import annotations
 
 import importlib
+import inspect
+import re
 import sys
 import types
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -29,7 +32,7 @@ from hyper_parallel.core.context_parallel.blocks.visibility import Visibility
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
 from hyper_parallel.platform import get_platform
 
-__all__ = ["NAME", "attend", "follows_interface", "lazy_mask", "take_over_attention"]
+__all__ = ["NAME", "attend", "counts_from_zero", "follows_interface", "lazy_mask", "take_over_attention"]
 
 _platform = get_platform()
 
@@ -43,6 +46,26 @@ def follows_interface(model: Any) -> bool:
     """Whether the attention of all parts of a Hugging Face model can be chosen."""
     parts = [part for _, part in _platform.get_cells_and_names(model) if hasattr(part, "_can_set_attn_implementation")]
     return bool(parts) and all(part._can_set_attn_implementation() for part in parts)
+
+
+def counts_from_zero(model: Any) -> bool:
+    """Whether a Hugging Face model's code says that without ``position_ids`` it counts tokens from 0 in every row.
+
+    Others count from behind the padding, or from another number: what they count cannot be told from outside.
+    """
+    modules = {type(part).__module__ for _, part in _platform.get_cells_and_names(model)}
+    texts = [_text_of(name) for name in modules if name.startswith("transformers")]
+    return any(re.search(r'position_ids("?,| =) torch\.arange\(', text) for text in texts) and not any(
+        re.search(r"position_ids\w* = .*cumsum|create_position_ids_from|get_rope_index", text) for text in texts
+    )
+
+
+@lru_cache(maxsize=256)
+def _text_of(module: str) -> str:
+    try:
+        return inspect.getsource(sys.modules[module])
+    except OSError:
+        return ""
 
 
 def take_over_attention(model: Any) -> bool:
@@ -84,7 +107,7 @@ def lazy_mask(
     others: list[Callable[..., Any]] = []
     documents: list[Any] = []
     for part in _conjuncts(mask_function):
-        if not _understood(part, given, documents, kv_length, order):
+        if not _understood(part, given, documents, kv_length, order, attention_mask):
             others.append(part)
     if attention_mask is not None:
         given["valid"] = _padding(attention_mask, kv_length, kv_offset)
@@ -100,7 +123,19 @@ def lazy_mask(
         given["documents"] = _joined(documents)
     if others:
         given["function"] = _asked_in_blocks(others, use_vmap, kv_offset)
-    return Visibility(offset=int(q_offset) - kv_offset, **given)
+    return _MaskOfModel(offset=int(q_offset) - kv_offset, **given)
+
+
+class _MaskOfModel(Visibility):
+    """What a model is given as its mask, to hand it on to :func:`attend`."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise AttributeError(
+            f"the model computes with its attention mask by itself (.{name}), which under cp is no tensor of all pairs "
+            "of tokens: such attention cannot be computed over a sharded sequence; write degrees without cp"
+        )
 
 
 def _conjuncts(function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
@@ -112,7 +147,12 @@ def _conjuncts(function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
 
 
 def _understood(
-    function: Callable[..., Any], given: dict[str, Any], documents: list[Any], length: int, order: TokenOrder | None
+    function: Callable[..., Any],
+    given: dict[str, Any],
+    documents: list[Any],
+    length: int,
+    order: TokenOrder | None,
+    attention_mask: Any,
 ) -> bool:
     """Take a condition over into the arguments of a :class:`Visibility`, if it is one of those."""
     if _is_from_masking(function, "causal_mask_function"):
@@ -134,6 +174,9 @@ def _understood(
         cells = _cells(function)
         indices = np.arange(length) if order is None else order.indices
         padding = _on_host(cells["left_padding"]).reshape(-1, 1)
+        if order is not None and attention_mask is not None:  # transformers has counted by places
+            marks = _on_host(attention_mask)[:, np.argsort(order.indices)] != 0
+            padding = (np.cumsum(marks, -1) == 0).sum(-1, keepdims=True)
         documents.append((indices[None] - padding) // int(cells["chunk_size"]))
     else:
         return False

@@ -47,7 +47,7 @@ from hyper_parallel.core.shard.dispatching.mixing import (
     plain_as_replicated,
     replicating,
 )
-from hyper_parallel.core.shard.dispatching.order_guard import on_forgetting
+from hyper_parallel.core.shard.dispatching.order_guard import OrderGuard, check_made_inside, on_change_of_guard
 from hyper_parallel.core.shard.dispatching.plan_call import PlannedCall, plan_call
 from hyper_parallel.core.shard.dispatching.random_ops import RANDOM_BODIES, RANDOM_OPS
 from hyper_parallel.core.shard.dispatching.special_ops import SPECIAL_OPS
@@ -89,6 +89,9 @@ class OperatorFacts:
 _facts: dict[Callable[..., Any], OperatorFacts] = {}
 _calls: dict[tuple[Any, ...], PlannedCall | None] = {}
 _direct: dict[Any, Handler] = {}  # how to run calls of up to three tensors, by a key that is quick to make
+_plans_are_under: OrderGuard | None = None
+_set_aside: dict[OrderGuard | None, Any] = {}  # both tables, by the guard that they were made under
+_MAX_GUARDS = 16
 _lock = threading.Lock()
 _NO_KEYWORDS: dict[str, Any] = {}
 _BOUNDS = frozenset({int, type(None)})
@@ -136,6 +139,8 @@ def intercept(kind: type, func: Callable[..., Any], types: Any, args: Any = (), 
     if place is not None and len(args) > place:
         args, kwargs = args[:place], {**kwargs, "inplace": bool(args[place])}
     if replicating.depth and not facts.is_bookkeeping:
+        if _plans_are_under is not None:
+            check_made_inside(_platform.get_op_name(func), args, kwargs)
         args, kwargs = plain_as_replicated(args, kwargs)
     if len(kwargs) > 1:
         kwargs = _in_order(func, kwargs)
@@ -249,6 +254,18 @@ def forget_plans() -> None:
     with _lock:
         _calls.clear()
         _direct.clear()
+        _set_aside.clear()
+
+
+def _plan_under(guard: OrderGuard | None) -> None:
+    """Plans that were made under another guard are set aside: whether a call may be made depends on it."""
+    global _calls, _direct, _plans_are_under
+    with _lock:
+        if len(_set_aside) >= _MAX_GUARDS:
+            _set_aside.clear()
+        _set_aside[_plans_are_under] = (_calls, _direct)
+        _calls, _direct = _set_aside.pop(guard, None) or ({}, {})
+        _plans_are_under = guard
 
 
 def _add_to_key(key: list[Any], value: Any, numbers: bool) -> None:
@@ -359,7 +376,7 @@ _running = _Running()
 
 
 rules.load()
-on_forgetting(forget_plans)
+on_change_of_guard(_plan_under)
 _platform.set_function_handler(autograd_helpers.run_function)
 _platform.set_dispatcher(intercept)
 _platform.on_leaving(forget_plans)

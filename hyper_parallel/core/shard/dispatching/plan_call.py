@@ -18,7 +18,7 @@ from hyper_parallel.core.shard.dispatching.copied_views import (
 )
 from hyper_parallel.core.shard.dispatching.input_edges import bring_input
 from hyper_parallel.core.shard.dispatching.mixing import PartialWriteError, refuse_plain, same_mesh
-from hyper_parallel.core.shard.dispatching.order_guard import check_planned
+from hyper_parallel.core.shard.dispatching.order_guard import watched
 from hyper_parallel.core.shard.dispatching.reduce_later import keep_for_later
 from hyper_parallel.core.shard.dispatching.strategy import Choice, choose
 from hyper_parallel.core.shard.dispatching.strict_mode import check_implicit
@@ -48,7 +48,6 @@ def plan_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     signature = rule(call)
     if signature is None:
         return None
-    check_planned(call, signature)
     choice = choose_for(call, signature)
     if choice is None:
         if not call.tensors[0].layout.has_partial:
@@ -63,7 +62,9 @@ def plan_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     sources = tuple(at_path(path, args, kwargs)._layout for path in paths)
     if any(layout.reduced_later for layout in sources):
         choice = keep_for_later(call, choice, sources, written_input(call, signature))
-    return PlannedCall(call.name, paths, call, signature, choice, sources)
+    planned = PlannedCall(call.name, paths, call, signature, choice, sources)
+    planned.run = watched(planned.run, call, signature)
+    return planned
 
 
 def _lie_alike(source: Layout, target: Layout) -> bool:
