@@ -104,6 +104,7 @@ def test_a_rank_that_does_not_come_is_named():
     assert "TimeoutError: rank 1 of 2 has not come within 0.5 s" in output
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("wrong", ["no.such.host.invalid"])
 def test_a_name_that_does_not_resolve_is_an_error_on_every_rank_at_once(wrong):
     for code, output in _run([_slurm(rank) | {"MASTER_ADDR": wrong} for rank in range(2)]):
