@@ -89,8 +89,10 @@ def makers(with_peers: bool) -> dict[str, Callable[[], None]]:
     return steps
 
 
-def times_of(steps: dict[str, Callable[[], None]], num_rounds: int) -> dict[str, tuple[float, float]]:
-    """The least and the median time of each in us."""
+def times_of(
+    steps: dict[str, Callable[[], None]], num_rounds: int, clock: Callable[[], int] = time.perf_counter_ns
+) -> dict[str, tuple[float, float]]:
+    """The least and the median time of each in us, interleaved."""
     seen: dict[str, list[float]] = {name: [] for name in steps}
     for step in steps.values():
         for _ in range(5):
@@ -98,9 +100,9 @@ def times_of(steps: dict[str, Callable[[], None]], num_rounds: int) -> dict[str,
     gc.disable()
     for _ in range(num_rounds):
         for name, step in steps.items():
-            start = time.perf_counter_ns()
+            start = clock()
             step()
-            seen[name].append((time.perf_counter_ns() - start) / 1e3)
+            seen[name].append((clock() - start) / 1e3)
     return {name: (min(times), statistics.median(times)) for name, times in seen.items()}
 
 
@@ -135,7 +137,9 @@ def main() -> int:
 
         torch.set_num_threads(1)
         dist.init_process_group("fake", rank=0, world_size=2, store=dist.HashStore())
-        times = times_of(makers(with_peers=True), num_rounds)
+        times = times_of(
+            makers(with_peers=True), num_rounds, time.thread_time_ns
+        )  # which other programs hardly disturb
     place = 1 if options.ranks else 0
     base = times["dispatch"][place]
     table = Table("way", "least, us", "median, us", "of dispatch", "target", title=f"a block of width {WIDTH}")

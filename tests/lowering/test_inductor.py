@@ -1,11 +1,15 @@
 """Compiled programs: dispatch to 2e-6 relative, with the same collectives in the same order."""
 
+import unittest.mock
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import hyper_parallel as hp
+from hyper_parallel.platform.torch.lowering import compiled_programs
+from hyper_parallel.platform.torch.private_api import compile_both_passes
 from tests.lowering.training import count_of, largest_difference, train, train_on_one_device
 from tests.world import run_on_ranks
 
@@ -37,9 +41,9 @@ class Half(nn.Module):
 def _half(backend):
     torch.manual_seed(0)
     mesh = hp.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    model = nn.Sequential(Half())
-    hp.parallelize_module(model, mesh, {"0.up": hp.ColwiseParallel(), "0.down": hp.RowwiseParallel()})
-    lowering = hp.lower(model, "0", backend=backend) if backend else None
+    model = nn.Sequential(Half(), Half(), Half())
+    hp.parallelize_module(model, mesh, {"*.up": hp.ColwiseParallel(), "*.down": hp.RowwiseParallel()})
+    lowering = hp.lower(model, "*", backend=backend) if backend else None
     seen = []
     with hp.CommRecorder() as recorder:
         for step in range(3):
@@ -54,11 +58,13 @@ def _half(backend):
 @run_on_ranks(2, timeout=300)
 def test_a_compiled_half_of_a_block():
     want, order, _ = _half(None)
-    got, compiled_order, lowering = _half("inductor")
+    with unittest.mock.patch.object(compiled_programs, "compile_both_passes", wraps=compile_both_passes) as compiler:
+        got, compiled_order, lowering = _half("inductor")
     for one, other in zip(got, want, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-6, atol=2e-6)
     assert compiled_order == order
-    assert not lowering.refusals and count_of(lowering, "lowered") == [2]
+    assert not lowering.refusals and count_of(lowering, "lowered") == [2, 2, 2]
+    assert compiler.call_count == 2  # the first is given a plain input, the others what the one before has made
 
 
 def _check(name, degrees, options):

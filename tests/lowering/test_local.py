@@ -127,7 +127,7 @@ def test_what_no_guard_sees_is_found_by_comparison():
     model = torch.nn.Sequential(Scaled(4, 6))
     hp.parallelize_module(model, mesh, {"0": hp.ColwiseParallel()})
     hp.lower(model, "0", verify_every=2)
-    for _ in range(3):
+    for _ in range(4):
         model(torch.ones(2, 4))
     scale[0] = 2.0
     model(torch.ones(2, 4))  # wrong, and not compared

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-only_on = "torch"  # hp.lower is not there on MindSpore
+only_on = "torch"  # the example is one of PyTorch
 
 _PAGE = (Path(__file__).resolve().parents[2] / "docs" / "lowering.md").read_text()
 

@@ -68,6 +68,10 @@ def inputs(seed, rows=3, dtype=torch.float32):
     return torch.randn(rows, 4, generator=torch.Generator().manual_seed(seed), dtype=dtype, requires_grad=True)
 
 
+def _block(tensor):
+    return tensor.to_local() if isinstance(tensor, hp.DTensor) else tensor
+
+
 def call(seed, *args, rows=3, before=None, **kwargs):
     """A call on other values, with its gradients; ``before`` is done to the module first."""
 
@@ -78,7 +82,7 @@ def call(seed, *args, rows=3, before=None, **kwargs):
         out = model[0](x, *args, **kwargs)
         if out.requires_grad:
             out.square().sum().backward()
-        gradients = [None if one.grad is None else one.grad.to_local().clone() for one in model.parameters()]
+        gradients = [None if one.grad is None else _block(one.grad).clone() for one in model.parameters()]
         for one in model.parameters():
             one.grad = None
         return [out.detach(), x.grad, *gradients]
@@ -141,7 +145,7 @@ REFUSED = {
     "a tensor of a closure": (_closure(), "neither an input, a parameter or a buffer"),
     "kept in a list": (_write_list, "forward changes the attribute seen"),
     "kept in an attribute": (_write_attribute, "forward changes the attribute last"),
-    "chance": (_by_chance, "Python's random numbers are drawn"),
+    "chance": (_by_chance, "random numbers are drawn"),
     "autocast inside": (_autocast, "runs under other settings than the module was called with"),
     "recompute inside": (
         lambda layer, y: checkpoint(lambda one: one.sin() * one, y, use_reentrant=False),

@@ -117,11 +117,11 @@ def count_of(lowering: Any, what: str) -> list[int]:
 
 
 def both_ways(
-    make: Callable[[], Any], path: str, calls: list[Callable[[Any], Any]]
+    make: Callable[[], Any], path: str, calls: list[Callable[[Any], Any]], **options: Any
 ) -> tuple[list[Any], list[Any], Any]:
     """What each call gives on a module by dispatch and on one lowered at ``path``; and the lowering."""
     plain, lowered = make(), make()
-    lowering = hp.lower(lowered, path)
+    lowering = hp.lower(lowered, path, **options)
     results: list[list[Any]] = []
     for model in (plain, lowered):
         hp.manual_seed(1)

@@ -3,7 +3,8 @@
 Note [Values that are baked in]
 A tape that is right for the batch it was recorded on proves nothing: a mask that hides in an object is a constant on
 the tape, and wrong for the next batch. So only what is known not to change may be a constant: numbers, names, layouts,
-meshes, groups, types, functions that close over such. All else is refused, whatever it holds.
+meshes, groups, types, functions that close over such, and objects whose class vouches for them: ``constant_parts()``
+gives all that they depend on. All else is refused, whatever it holds.
 """
 
 from __future__ import annotations
@@ -53,6 +54,10 @@ def _parts_of(value: Any) -> list[Any] | None:
     if isinstance(value, types.FunctionType):
         cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
         return [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    parts = getattr(type(value), "constant_parts", None)
+    if parts is not None:
+        own: list[Any] = parts(value)
+        return own
     frozen = getattr(type(value), "__dataclass_params__", None)
     if frozen is not None and frozen.frozen:
         return [getattr(value, name) for name in type(value).__dataclass_fields__]

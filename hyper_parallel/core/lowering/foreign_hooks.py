@@ -16,6 +16,9 @@ def find_foreign_hook(module: Any) -> str | None:
     would run once, while the module is recorded, and never again.
     """
     for path, inner in _platform.get_cells_and_names(module):
+        obstacle = _platform.obstacle_in(inner)
+        if obstacle is not None:
+            return f"{path or 'the module itself'} {obstacle}"
         for hook in _platform.hooks_of(inner):
             home = getattr(getattr(hook, "func", hook), "__module__", None) or type(hook).__module__
             if not str(home).startswith("hyper_parallel."):

@@ -3,27 +3,25 @@
 Note [What is guarded]
 Of each tensor that comes in (arguments, parameters, buffers): layout by identity, global shape, shape, strides and
 dtype of the block, device, whether it needs a gradient and is a leaf, and what it carries (``carried.py``); which of
-the tensors are the same. All other arguments, by kind and value. Of each module inside: numbers, flags and names among
-its attributes (``training``, the probability of a dropout) and those of its configuration, its hooks, its children.
+the tensors are the same. All other arguments, by kind and value. Of each module inside what ``module_facts.py`` reads.
 Autocast, whether gradients are recorded, modes; whether plain tensors are taken as whole, whether dispatch is skipped,
-whether draws have addresses; the world. What no guard can see: globals of Python and what other objects hold. For those
-there is ``verify_every``.
+whether draws have addresses; the world. For what no guard can see there is ``verify_every``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
 from hyper_parallel.core.dtensor.random.sample_address import current
 from hyper_parallel.core.dtensor.skip_dispatch import skipping
 from hyper_parallel.core.lowering.carried import Carried, carried_by
+from hyper_parallel.core.lowering.constants import why_not_constant
+from hyper_parallel.core.lowering.module_facts import SIMPLE, ModuleGuard
 from hyper_parallel.core.shard.dispatching.mixing import replicating
 from hyper_parallel.platform import get_platform
 
 _platform = get_platform()
-_SIMPLE = (bool, int, float, str, type(None))
 
 
 class CannotGuard(Exception):
@@ -72,7 +70,7 @@ def _add_carried(inputs: Inputs, name: str, one: Carried) -> None:
 
 def _add_value(inputs: Inputs, key: list[Any], name: str, value: Any, wants_carried: bool) -> None:
     kind = type(value)
-    if kind in _SIMPLE:
+    if kind in SIMPLE:
         key.append(kind)
         key.append(value)
     elif _platform.is_tensor(value):
@@ -88,61 +86,13 @@ def _add_value(inputs: Inputs, key: list[Any], name: str, value: Any, wants_carr
             _add_value(inputs, key, f"{name}_{one}", item, wants_carried)
     elif isinstance(value, type) or _platform.is_framework_constant(value):
         key.append(value)
+    elif hasattr(kind, "constant_parts") and why_not_constant(value) is None:
+        key.append((kind, *value.constant_parts()))
     else:
         raise CannotGuard(
             f"the argument {name} is a {kind.__name__}, an object that may hold anything: pass its tensors and numbers"
             + (", or use_cache=False" if "Cache" in kind.__name__ else "")
         )
-
-
-class ModuleGuard:
-    """What a module and those inside depend on, read quickly."""
-
-    def __init__(self, module: Any) -> None:
-        self.modules = dict(_platform.get_cells_and_names(module))
-        self.places: list[tuple[Any, str, str]] = []  # of parameters and buffers, where modules look for them
-        self.paths: list[str] = []
-        for path, inner in self.modules.items():
-            for table, name in _platform.tensor_names(inner):
-                self.places.append((inner, table, name))
-                self.paths.append(f"{path}.{name}" if path else name)
-        self._read, self.attributes = _reader(list(self.modules.values()))
-
-    def facts(self) -> tuple[Any, ...]:
-        """The attributes as they are; raises KeyError where one is gone."""
-        return self._read()
-
-
-def _reader(modules: list[Any]) -> tuple[Callable[[], tuple[Any, ...]], tuple[str, ...]]:
-    """A function that reads everything simple of the modules, and the names of what it reads."""
-    parts: list[str] = []
-    space: dict[str, Any] = {}
-    seen: set[int] = set()
-
-    def read(owner: Any, is_module: bool) -> None:
-        if id(owner) in seen:
-            return
-        seen.add(id(owner))
-        own = vars(owner)
-        name = f"d{len(space)}"
-        space[name] = own
-        parts.append(f"len({name})")
-        for attribute, value in own.items():
-            if type(value) in _SIMPLE:
-                if attribute == "use_cache" and not is_module:
-                    continue  # switched around a model's call, which is over when blocks are computed again
-                parts.append(f"{name}[{attribute!r}]")
-            elif is_module and "hook" in attribute and hasattr(value, "__len__"):
-                parts.append(f"len({name}[{attribute!r}])")
-            elif is_module and attribute in ("_modules", "_cells"):
-                parts.append(f"tuple({name}[{attribute!r}].values())" if value else f"len({name}[{attribute!r}])")
-            elif is_module and attribute == "config" and hasattr(value, "__dict__"):
-                read(value, False)
-
-    for module in modules:
-        read(module, True)
-    exec(f"def read(): return ({', '.join(parts)},)", space)
-    return space["read"], tuple(parts)
 
 
 def is_recomputed_later() -> bool:

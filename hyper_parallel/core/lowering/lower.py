@@ -92,7 +92,8 @@ def lower(
     for path, module in found.items():
         if _platform.is_called_otherwise(module):
             raise ValueError(f"lower: {path or 'the model'} is lowered or compiled already")
-    return Lowering({path: Region(path, module, backend, verify_every) for path, module in found.items()})
+    shared: dict[Any, Any] = {}
+    return Lowering({path: Region(path, module, backend, verify_every, shared) for path, module in found.items()})
 
 
 def _is_inside(inner: str, outer: str) -> bool:

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from hyper_parallel.platform import get_platform
+
+_platform = get_platform()
+
 
 class AttributesBefore:
     """The attributes of modules before a call, to be compared with those behind it."""
@@ -29,7 +33,8 @@ class AttributesBefore:
 
 def _seen(module: Any) -> dict[str, Any]:
     """The attributes, and what lists, dicts and sets among them hold."""
-    return {name: (value, _held(value)) for name, value in vars(module).items()}
+    accounts = _platform.own_attributes()
+    return {name: (value, _held(value)) for name, value in vars(module).items() if name not in accounts}
 
 
 def _held(value: Any) -> Any:

@@ -44,18 +44,21 @@ class Program:
             given += _platform.run_locally(self.before, given)
         return _built(self.tree, tensors, _platform.run_locally(self.run, given))
 
-    def compile(self, tell: Callable[[str], None]) -> None:
-        """Compile what is on the tape; where that cannot be, ``tell`` is told and the tape runs as it is."""
+    def compile(self, tell: Callable[[str], None], shared: dict[Any, Any]) -> None:
+        """Compile what is on the tape; where that cannot be, ``tell`` is told and the tape runs as it is.
+
+        Programs of one text and the same constants are one program, of which ``shared`` has the code.
+        """
         if any(line.draws for line in self.tape.lines):
             tell("it draws from the framework's own generator, which compiled code has its own of; it runs uncompiled")
             return
-        before, graph = self.tape.split()
+        before, graph, text = self.tape.split()
 
         def failed(why: str) -> Any:
             tell(f"it cannot be compiled and runs uncompiled: {why}")
             self.before, self.run, self.backend = None, self.tape.program(), "local"
 
-        self.before, self.run, self.backend = before, _platform.compiled(graph, failed), "inductor"
+        self.before, self.run, self.backend = before, _platform.compiled(graph, failed, text, shared), "inductor"
 
 
 def _built(tree: Any, tensors: list[Any], results: Any) -> Any:
@@ -76,9 +79,9 @@ def _built(tree: Any, tensors: list[Any], results: Any) -> Any:
     return tree
 
 
-def make_program(tape: Tape, tree: Any, backend: str, tell: Callable[[str], None]) -> Program:
+def make_program(tape: Tape, tree: Any, backend: str, tell: Callable[[str], None], shared: dict[Any, Any]) -> Program:
     """The program of a tape under ``backend``."""
     program = Program(tape, tree)
     if backend == "inductor":
-        program.compile(tell)
+        program.compile(tell, shared)
     return program

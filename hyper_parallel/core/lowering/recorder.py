@@ -30,6 +30,9 @@ from hyper_parallel.platform.checks.taps import is_traceable
 _platform = get_platform()
 
 
+_MOVED = "it seeds the framework's generator, or draws where no line does: draw by hyper_parallel, or outside"
+
+
 class _Unfaithful(Exception):
     """An argument that cannot be written down."""
 
@@ -57,6 +60,7 @@ class Recorder:
         self._ambient = _platform.ambient_state()
         self._has_gradients = _platform.is_recording()
         self._num_made = 0
+        self._mark = _platform.generator_mark()  # of the framework's generator, behind the last line that drew
         self.paths: dict[str, str] = {}  # name of an input -> where it is found
 
     # ---------------------------------------------------------------- what is known
@@ -74,6 +78,7 @@ class Recorder:
 
     def know(self, tensor: Any, name: str) -> None:
         """``tensor`` is ``name`` on the tape."""
+        tensor = _platform.known_as(tensor)
         key = id(tensor)
 
         def gone(reference: Any) -> None:
@@ -85,6 +90,7 @@ class Recorder:
 
     def name_of(self, tensor: Any) -> str | None:
         """The name of a tensor; None for one that the tape does not know."""
+        tensor = _platform.known_as(tensor)
         found = self._names.get(id(tensor))
         return found[0] if found is not None and found[1]() is tensor else None
 
@@ -127,7 +133,12 @@ class Recorder:
         except _Unfaithful as found:
             self.refuse(str(found))
             return result
-        draws = facts.mark is not None and facts.mark != self.aside(_platform.generator_mark, (), {})
+        draws = False
+        if facts.mark is not None:
+            if facts.mark != self._mark:
+                self.refuse(_MOVED)
+            self._mark = self.aside(_platform.generator_mark, (), {})
+            draws = facts.mark != self._mark
         stays = stays or facts.writes or draws or result is None
         self.lines.append(Line(function, *written, results, has_gradients, stays, on_host, draws))
         return result
@@ -152,6 +163,8 @@ class Recorder:
     def finish(self, inputs: list[str], outputs: Any) -> tuple[Tape, Any] | None:
         """The tape, and the module's outputs with :class:`Output` in place of tensors; None after a refusal."""
         results: list[str] = []
+        if _platform.generator_mark() != self._mark:
+            self.refuse(_MOVED)
         try:
             tree = self._outputs(outputs, inputs, results)
         except _Unfaithful as found:

@@ -38,6 +38,21 @@ class Line:
         return names_in((self.args, self.kwargs))
 
 
+class _Identity:
+    """A constant in a key: equal to itself only, and kept as long as the key."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identity) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
 @dataclass
 class Tape:
     """A program: the names of its inputs, its lines, and the names of its results."""
@@ -48,7 +63,6 @@ class Tape:
     has_gradients: bool  # whether the call that was recorded was to be differentiated
     grad_modes: Callable[[bool], Any]  # a context in which the framework records gradients, or does not
     paths: dict[str, str] = field(default_factory=dict)  # name of an input -> where it is found
-    _texts: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._drop_dead_lines()
@@ -74,8 +88,8 @@ class Tape:
 
     @property
     def used_inputs(self) -> list[str]:
-        """The inputs that any line or result needs."""
-        return [name for name in self.inputs if name in self._live]
+        """The inputs that any line or result needs, each once: a tied weight is under two paths."""
+        return [name for name in dict.fromkeys(self.inputs) if name in self._live]
 
     def source(self, name: str = "lowered") -> str:
         """The program as Python."""
@@ -85,9 +99,10 @@ class Tape:
         """The tape as a function of ``used_inputs`` that gives the results as a tuple."""
         return self._function(self.used_inputs, self.lines, self.outputs)
 
-    def split(self) -> tuple[Callable[..., Any] | None, Callable[..., Any]]:
-        """What is about the host, with all it needs, as a function of ``used_inputs``, None where there is nothing; and
-        the rest as a function of these and of what the first gives.
+    def split(self) -> tuple[Callable[..., Any] | None, Callable[..., Any], tuple[Any, ...]]:
+        """What is about the host, with all it needs, as a function of ``used_inputs``, None where there is nothing; the
+        rest as a function of these and of what the first gives; and what tells this rest from another one: its text
+        and its constants.
         """
         wanted: set[str] = set()
         before: list[Line] = []
@@ -97,8 +112,11 @@ class Tape:
                 before.append(line)
         rest = [line for line in self.lines if not line.on_host]
         given = [name for line in self.lines if line.on_host for name in line.made]
-        graph = self._function([*self.used_inputs, *given], rest, self.outputs)
-        return (self._function(self.used_inputs, before[::-1], given) if before else None), graph
+        inputs = [*self.used_inputs, *given]
+        text, constants = self._written("lowered", inputs, rest, self.outputs)
+        program = (text, *map(_Identity, constants.values()))
+        first = self._function(self.used_inputs, before[::-1], given) if before else None
+        return first, self._function(inputs, rest, self.outputs), program
 
     def _function(self, inputs: Sequence[str], lines: Sequence[Line], outputs: Sequence[str]) -> Callable[..., Any]:
         text, constants = self._written("lowered", inputs, lines, outputs)

@@ -1,14 +1,22 @@
 """A lowered call compared with dispatch on the values of the moment: outputs, and the gradients of all inputs.
 
-Dispatch is the truth, and its results are the call's. Both draw the same random numbers. Every rank must come here at
-the same call, since the comparison communicates as the call and its backward do.
+Dispatch is the truth, and its results are the call's. Both draw the same random numbers.
+
+Note [Ranks that compare together]
+The comparison communicates as the call and its backward do, once more. So all ranks that share a mesh in the call must
+compare, or none. They come here at the same call, since every call counts, however it runs. Whether a rank has a
+program for its call is its own affair, though: it may see another local shape, or have refused. So they ask each other
+first, and if a rank has none nobody compares; and behind the comparison, so that all raise or none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from hyper_parallel.core.dtensor.comm_recorder import attributed
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+from hyper_parallel.core.dtensor.distributed_tensor import DTensor
 from hyper_parallel.core.dtensor.random import random_state
 from hyper_parallel.core.lowering.guards import Inputs
 from hyper_parallel.core.lowering.program import Program
@@ -26,14 +34,32 @@ class LoweringMismatch(RuntimeError):
     """A lowered call gave other values than dispatch."""
 
 
-def run_verified(region: Region, program: Program, inputs: Inputs, dispatch: Callable[[], Any]) -> Any:
+def meshes_of(tensors: Iterable[Any], values: Any) -> list[DeviceMesh]:
+    """The meshes of the distributed tensors among parameters and nested arguments, in their order."""
+    found = dict.fromkeys(one._layout.mesh for one in (*tensors, *_tensors(values)) if isinstance(one, DTensor))
+    return [mesh for mesh in found if mesh.size() > 1 and mesh.get_coordinate() is not None]
+
+
+def all_agree(meshes: list[DeviceMesh], mine: bool) -> bool:
+    """Whether ``mine`` is true on every rank of these meshes; see Note [Ranks that compare together]."""
+    for mesh in meshes if len(meshes) < 2 else (*meshes, *meshes[:-1]):  # what the last one says reaches the first
+        answer = _platform.index_tensor([[int(mine)]], mesh.device_type)
+        group = mesh.get_group(tuple(range(mesh.ndim)))
+        answer = attributed("lowering: ranks agree on a comparison", _platform.all_reduce, answer, group, False, "min")
+        mine = bool(answer.tolist()[0][0])
+    return mine
+
+
+def run_verified(
+    region: Region, program: Program, inputs: Inputs, dispatch: Callable[[], Any], meshes: list[DeviceMesh]
+) -> Any:
     """The results of dispatch, after the program's were found equal; :class:`LoweringMismatch` where they are not."""
     states = random_state.get_whole_state(), _platform.get_draw_state()
     lowered = program(inputs.tensors)
     random_state.set_whole_state(states[0])
     _platform.set_draw_state(states[1])
     truth = dispatch()
-    limit = TOLERANCE[program.backend]
+    limit = max(TOLERANCE[program.backend], _platform.repeatability())
     pairs = [("output", *pair) for pair in zip(_tensors(lowered), _tensors(truth), strict=True)]
     if _platform.is_recording():
         wanted = [
@@ -43,14 +69,19 @@ def run_verified(region: Region, program: Program, inputs: Inputs, dispatch: Cal
             _platform.gradients_of_sum(_tensors(one), [tensor for _, tensor in wanted]) for one in (lowered, truth)
         ]
         pairs += [(f"gradient of {name}", *pair) for (name, _), *pair in zip(wanted, *grads, strict=True)]
+    worst = None
     for what, one, other in pairs:
         difference = _platform.relative_difference(one, other)
         if difference > limit * _platform.rounding(other):
-            raise LoweringMismatch(
-                f"lower: {region.path or 'the model'}, {what}: the recorded program differs from dispatch by "
-                f"{difference:.3g} relative. It depends on something that no guard sees (a global, an object's state): "
-                "make it an argument, or do not lower this module"
-            )
+            worst = f"{what}: the recorded program differs from dispatch by {difference:.3g} relative"
+            break
+    if not all_agree(meshes, worst is None):
+        worst = worst or "the recorded program of another rank differs from dispatch"
+        raise LoweringMismatch(
+            f"lower: {region.path or 'the model'}, {worst}. "
+            "It depends on something that no guard sees (a global, an object's state): make it an argument, or do not "
+            "lower this module"
+        )
     return truth
 
 

@@ -6,10 +6,7 @@ from typing import Any
 
 
 class LoweredPrograms:
-    """Recording and running programs; ``core/lowering`` says what is recorded and when a recording may be used.
-
-    The defaults are those of a framework that cannot: :meth:`why_no_backend` says so, and nothing else is asked.
-    """
+    """Recording and running programs; ``core/lowering`` says what is recorded and when a recording may be used."""
 
     grad_mode: Any  # a context for True or False: whether gradients are recorded
 
@@ -20,6 +17,21 @@ class LoweredPrograms:
     @staticmethod
     def can_record() -> Any:
         """Whether calls of this thread may be recorded and replaced now: not where tensors have no memory."""
+
+    @staticmethod
+    def known_as(tensor: Any) -> Any:
+        """The object that stands for a tensor while calls are recorded."""
+        return tensor
+
+    @staticmethod
+    def obstacle_in(module: Any) -> str | None:
+        """What a module does that cannot be recorded; None where that is nothing."""
+        return None
+
+    @staticmethod
+    def own_attributes() -> frozenset[str]:
+        """Attributes of modules in which the framework keeps its own accounts."""
+        return frozenset()
 
     @staticmethod
     def saves_otherwise() -> Any:
@@ -58,8 +70,12 @@ class LoweredPrograms:
         """Call a recorded program on the blocks of DTensors."""
 
     @staticmethod
-    def compiled(program: Any, failed: Any) -> Any:
-        """A program as compiled code, made at its first call; where that fails, ``failed(why)`` is told."""
+    def compiled(program: Any, failed: Any, identity: Any, shared: Any) -> Any:
+        """A program as compiled code, made at its first call; where that fails, ``failed(why)`` is told.
+
+        Programs of one ``identity`` that are called with tensors of the same facts have their code in common, in
+        ``shared``.
+        """
 
     @staticmethod
     def call_instead(module: Any, call: Any) -> Any:
@@ -76,7 +92,6 @@ class LoweredPrograms:
     @staticmethod
     def why_no_backend(backend: str) -> str | None:
         """Why programs cannot be run by ``backend`` here; None where they can."""
-        return "modules of this framework are not recorded; use hyper_parallel with PyTorch, or leave lower out"
 
     @staticmethod
     def get_draw_state() -> Any:
@@ -97,3 +112,8 @@ class LoweredPrograms:
     @staticmethod
     def rounding(tensor: Any) -> Any:
         """How many times coarser than float32 the tensor's dtype rounds, at least 1."""
+
+    @staticmethod
+    def repeatability() -> float:
+        """How far apart results of the same operators on the same tensors may be, relative; 0: the same bits."""
+        return 0.0

@@ -155,6 +155,11 @@ def is_transformed() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
+def has_global_hooks() -> bool:
+    """Whether hooks for all modules are registered."""
+    return torch.nn.modules.module._has_any_global_hook()
+
+
 def replace_call(module: Any, call: Any) -> Any:
     """Let ``call`` answer calls of the module, hooks included, as ``Module.compile`` does; how it was called before."""
     module._compiled_call_impl = call

@@ -122,6 +122,10 @@ class Visibility:
         """Whether who sees whom follows from the indices alone."""
         return self.function is None and all(value is None for value in self._given.values())
 
+    def constant_parts(self) -> list[Any]:
+        """All that it depends on; see ``core/lowering/constants.py``."""
+        return [self.causal, self.left, self.right, self.offset, self.function, *self._given.values()]
+
     def of_rows(self, start: int, count: int) -> Visibility:
         """The same for ``count`` rows of the batch from ``start``; remembered."""
         if self.only_index:

@@ -26,6 +26,7 @@ from hyper_parallel.platform.checks.taps import tapped_by
 from hyper_parallel.platform.torch.base.dtensor_base import local_alias
 from hyper_parallel.platform.torch.communication import collectives
 from hyper_parallel.platform.torch.communication.collective_gradients import own_copy
+from hyper_parallel.platform.torch.lowering.programs import facts_of
 from hyper_parallel.platform.torch.private_api import (
     compile_both_passes,
     is_in_backward,
@@ -174,13 +175,23 @@ def _given(name: str, data: Any, group: Any, async_op: bool, op: str, make: Call
     return _tracing.tracer.operator((name, group, op, tuple(data.shape), data.dtype), make, shape, data)
 
 
-def compiled(program: Callable[..., Any], failed: Callable[[str], Any]) -> Callable[..., Any]:
-    """A program as compiled code, made at its first call; where that fails, ``failed(why)`` is told."""
+def compiled(
+    program: Callable[..., Any], failed: Callable[[str], Any], identity: Any, shared: dict[Any, Any]
+) -> Callable[..., Any]:
+    """A program as compiled code, made at its first call; where that fails, ``failed(why)`` is told.
+
+    Programs of one ``identity`` that are called with tensors of the same facts have their code in common, in
+    ``shared``.
+    """
     ready: list[Callable[..., Any]] = []
 
     @functools.wraps(program)
     def run(*args: Any) -> Any:
         if ready:
+            return ready[0](*args)
+        key = (identity, torch.is_grad_enabled(), *facts_of(args))
+        if key in shared:
+            ready.append(shared[key])
             return ready[0](*args)
         try:
             with _operators_instead() as tracer:
@@ -195,6 +206,7 @@ def compiled(program: Callable[..., Any], failed: Callable[[str], Any]) -> Calla
             ready.append(program)
         else:
             ready.append(lambda *blocks: code(*map(local_alias, blocks)))
+            shared[key] = ready[0]
         return ready[0](*args)
 
     return run

@@ -13,6 +13,7 @@ from hyper_parallel.platform.torch.base.dtensor_base import DTensorBase, local_a
 from hyper_parallel.platform.torch.communication.pretend_groups import is_silent
 from hyper_parallel.platform.torch.private_api import (
     NoInterception,
+    has_global_hooks,
     has_replaced_call,
     is_transformed,
     num_dispatch_modes,
@@ -124,8 +125,10 @@ def saves_otherwise() -> bool:
 
 
 def can_record() -> bool:
-    """Whether calls of this thread may be recorded and replaced now: not where tensors have no memory."""
-    return not is_silent()
+    """Whether calls of this thread may be recorded and replaced now: not where tensors have no memory, or hooks for all
+    modules are to see those inside.
+    """
+    return not is_silent() and not has_global_hooks()
 
 
 def tensor_names(module: nn.Module) -> list[tuple[str, str]]:
