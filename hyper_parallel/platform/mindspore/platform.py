@@ -31,6 +31,7 @@ from hyper_parallel.platform.mindspore.dtensor import (
     services,
     tensor_type,
 )
+from hyper_parallel.platform.mindspore.lowering import programs, recording
 from hyper_parallel.platform.mindspore.mends import same_bits
 from hyper_parallel.platform.mindspore.modules import (
     activation,
@@ -71,7 +72,9 @@ __all__ = ["MindSporePlatform", "added_methods", "start"]
     overlap,
     parameter_units,
     parameter_uses,
+    programs,
     raw_bits,
+    recording,
     returnable_memory,
     row_groups,
     services,
@@ -106,6 +109,7 @@ class MindSporePlatform(Platform):
     detached = staticmethod(tensor_type.detached)
     needs_grad = staticmethod(dtensor_gradients.needs_grad)
     requires_grad = staticmethod(dtensor_gradients.requires_grad)
+    grad_mode = staticmethod(programs.grad_mode)
 
     def __init__(self) -> None:
         self._grad_reduction: overlap.GradReduction | None = None

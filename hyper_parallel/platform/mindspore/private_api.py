@@ -11,12 +11,14 @@ from typing import Any
 
 from mindspore import Tensor
 from mindspore._c_expression import NoFallbackGuard, run_backward
+from mindspore._c_expression.amp import get_curr_amp_strategy
 from mindspore.common import dtype as mstype
 from mindspore.common._grad_function import _Function
 from mindspore.graph import _parse, jit_trace
 from mindspore.graph._utils import pijit_context
 from mindspore.graph.api import _JitExecutor, _no_grad, _pynative_executor
 from mindspore.ops._utils.arg_handler import dtype_to_type_id
+from mindspore.ops.auto_generate import gen_ops_prim, pyboost_inner_prim
 
 __all__ = ["CHECKED_VERSION", "Function", "NoFallbackGuard", "executor", "no_grad", "run_backward"]
 
@@ -180,6 +182,51 @@ def transient_buffers_of(cell: Any) -> set[str]:
 def cells_of(cell: Any) -> dict[str, Any]:
     """A cell's own cells by attribute name; the public ``name_cells`` is what a wrapper overrides."""
     return cell._cells
+
+
+# ---------------------------------------------------------------- recorded programs
+
+
+# Where a cell keeps its own parameters and buffers.
+TABLES = ("_params", "_buffers")
+
+# The class of dtypes.
+DtypeClass = type(mstype.float32).__mro__[1]
+
+_HOOKS = ("_lazy_forward_pre_hook", "_lazy_forward_hook", "_lazy_backward_pre_hook", "_lazy_backward_hook")
+
+
+def hooks_of(cell: Any) -> list[Any]:
+    """The cell's own hooks; the public properties make empty tables where there are none."""
+    own = vars(cell)
+    return [hook for table in _HOOKS for hook in (own.get(table) or {}).values()]
+
+
+def saves_otherwise() -> bool:
+    """Whether hooks of saved tensors are active."""
+    return executor.is_saved_tensor_hook_active()
+
+
+def mixed_precision() -> Any:
+    """What operators cast their arguments to, as ``amp`` was asked for it; None where nothing."""
+    strategy = get_curr_amp_strategy()
+    return None if strategy is None else (str(strategy.get_amp_level()), str(strategy.get_amp_dtype()))
+
+
+_primitives: dict[str, Any] = {}
+
+
+def primitive(call: Any) -> Any:
+    """The primitive of an operator that arrived at ``__fallback__``, which can be called again; None for one without
+    a primitive of its name."""
+    name = getattr(call, "name", None)
+    if not isinstance(name, str):
+        return None
+    if name not in _primitives:
+        kind = getattr(gen_ops_prim, name, None)
+        found = kind() if isinstance(kind, type) else getattr(pyboost_inner_prim, f"_{name}Prim", None)
+        _primitives[name] = found() if isinstance(found, type) else found
+    return _primitives[name]
 
 
 # ---------------------------------------------------------------- compiled code

@@ -35,6 +35,36 @@ def _block(value: Any) -> Any:
     return value._completed()._local if is_distributed(value) else value
 
 
+Calling = Callable[[Any, Any, list[Any], dict[str, Any], Any], Any]
+
+
+class _Calling:
+    """Who calls operators on blocks, while somebody records what is called."""
+
+    taken: Calling | None = None
+
+
+_calling = _Calling()
+
+
+def set_calling(call: Calling | None) -> None:
+    """Let ``call`` take the arguments of :func:`call_operator` in its place; None: nobody."""
+    _calling.taken = call
+
+
+def call_operator(
+    func: Callable[..., Any],
+    instead: Callable[..., Any] | None,
+    blocks: list[Any],
+    named: dict[str, Any],
+    shapes_of_nothing: list[tuple[int, ...]] | None,
+) -> Any:
+    """``func`` on blocks; ``instead``: the same where all blocks have elements; the shapes of results without any."""
+    if shapes_of_nothing is not None:
+        return results_of_nothing(func, blocks, named, shapes_of_nothing)
+    return func(*blocks, **named) if named else (instead or func)(*blocks)
+
+
 def result_wrapper(
     kind: type, layouts: tuple[Any, ...], shapes: tuple[Any, ...], brings_blocks: bool
 ) -> Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]:
@@ -58,9 +88,10 @@ def result_wrapper(
             writes = func.__name__[-1:] == "_"
             if not any(map(getattr(func, "not_for", has_no_elements), tensors_in(blocks))):
                 instead = getattr(func, "on_elements", None)
-        if gives_nothing:
+        if gives_nothing or _calling.taken is not None:
             named = {name: _block(value) for name, value in kwargs.items()}
-            result = results_of_nothing(func, blocks, named, local_shapes)
+            call = _calling.taken or call_operator
+            result = call(func, instead, blocks, named, local_shapes if gives_nothing else None)
         elif kwargs:
             result = func(*blocks, **{name: _block(value) for name, value in kwargs.items()})
         else:

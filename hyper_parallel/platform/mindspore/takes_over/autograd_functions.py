@@ -15,7 +15,8 @@ from hyper_parallel.platform.mindspore.base import tensors
 from hyper_parallel.platform.mindspore.dtensor.tensor_type import DTensorBase
 from hyper_parallel.platform.mindspore.takes_over import names, translation
 
-_plain_apply = private_api.Function.apply.__func__
+_own_apply = private_api.Function.apply.__func__
+_plain_apply = _own_apply
 _handler: Callable[[type, tuple[Any, ...], dict[str, Any]], Any] | None = None
 
 
@@ -36,6 +37,18 @@ def set_function_handler(handler: Callable[[type, tuple[Any, ...], dict[str, Any
     """Let ``handler(function, args, kwargs)`` answer ``function.apply`` when it is given DTensors."""
     global _handler
     _handler = handler
+
+
+def own_apply(function: type, *args: Any, **kwargs: Any) -> Any:
+    """``function.apply`` as MindSpore has it, whoever looks at calls."""
+    return _own_apply(function, *args, **kwargs)
+
+
+def set_applying(apply: Callable[..., Any] | None) -> None:
+    """Let ``apply(function, *args, **kwargs)`` call autograd functions; None: MindSpore again."""
+    global _plain_apply
+    _plain_apply = _own_apply if apply is None else apply
+    private_api.Function.apply = classmethod(_plain_apply)
 
 
 def apply_function(function: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

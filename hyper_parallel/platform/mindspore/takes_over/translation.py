@@ -104,6 +104,7 @@ def _primitive_call(func: Any, args: Any) -> Call:
     def call(*blocks: Any) -> Any:
         return func(primitive, name, blocks)
 
+    call.primitive = primitive  # type: ignore[attr-defined]  # which can be called again, other than ``func``
     with_attributes = ATTRIBUTES.get(name)
     if with_attributes is not None:
         return with_attributes(primitive, call, *given)
