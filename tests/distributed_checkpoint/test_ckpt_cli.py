@@ -113,6 +113,9 @@ def test_verify(tmp_path):
     data.unlink()
     assert "is missing" in _run("verify", tmp_path / "c", status=1)
     assert "no checkpoint at" in _run("verify", tmp_path / "absent", status=2)
+    data.write_bytes(content)
+    (tmp_path / "c" / "metadata.json").unlink()
+    assert "files of a save, but no metadata.json" in " ".join(_run("verify", tmp_path / "c", status=2).split())
 
     (tmp_path / "hub").mkdir()
     save_file({"w": torch.zeros(30)}, tmp_path / "hub" / "model.safetensors")

@@ -20,6 +20,7 @@ from hyper_parallel.core.distributed_checkpoint.foreign.safetensors_folder impor
 from hyper_parallel.core.distributed_checkpoint.foreign.torch_dcp import TorchCheckpoint, view_of_boxes
 from hyper_parallel.core.distributed_checkpoint.format.json_state import decode_object
 from hyper_parallel.core.distributed_checkpoint.format.stored_files import RAW_DTYPES, StoredFiles
+from hyper_parallel.core.distributed_checkpoint.storage.file_names import is_data_file
 from hyper_parallel.core.distributed_checkpoint.storage.storage import METADATA_FILE, default_reader, storage_for
 from hyper_parallel.platform.shared.region import Region
 
@@ -36,7 +37,8 @@ def kind_of(place: str | os.PathLike[str]) -> str | None:
         return OURS
     if os.path.lexists(path / torch_dcp.METADATA_FILE):
         return TORCH
-    return HUGGING_FACE if path.is_dir() and any(path.glob("*.safetensors")) else None
+    others = (file for file in path.glob("*.safetensors") if not is_data_file(file.name))
+    return HUGGING_FACE if path.is_dir() and any(others) else None
 
 
 def open_source(place: str | os.PathLike[str]) -> Any:
@@ -50,6 +52,11 @@ def open_source(place: str | os.PathLike[str]) -> Any:
         return SafetensorsSource(place)
     if not os.path.isdir(place):
         raise FileNotFoundError(f"there is no checkpoint at '{os.fspath(place)}': no such folder")
+    if any(map(is_data_file, os.listdir(place))):
+        raise FileNotFoundError(
+            f"there is no checkpoint at '{os.fspath(place)}': it has files of a save, but no {METADATA_FILE}; the save "
+            "did not end, or the file was deleted"
+        )
     raise FileNotFoundError(
         f"there is no checkpoint at '{os.fspath(place)}': it has no {METADATA_FILE} (hyper-parallel), no "
         f"{torch_dcp.METADATA_FILE} (torch) and no safetensors files (Hugging Face)"
