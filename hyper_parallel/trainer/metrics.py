@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["METRICS_FILE", "MetricsFile", "append_event", "read_metrics"]
+__all__ = ["METRICS_FILE", "MetricsFile", "append_event", "count_damaged_lines", "read_metrics"]
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -45,14 +45,33 @@ class MetricsFile:
 
 
 def read_metrics(folder: Path) -> Iterator[Mapping[str, Any]]:
-    """The lines of a run's metrics; a last one that was cut short by a kill is left out."""
+    """The lines of a run's metrics; one that was cut short by a kill, or damaged by a full disk, is left out."""
+    for line in _lines(folder):
+        if (event := _event(line)) is not None:
+            yield event
+
+
+def count_damaged_lines(folder: Path) -> int:
+    """How many lines :func:`read_metrics` leaves out, but for a last one that was cut short."""
+    return sum(line.endswith(b"\n") and _event(line) is None for line in _lines(folder))
+
+
+def _lines(folder: Path) -> Iterator[bytes]:
     path = Path(folder) / METRICS_FILE
-    if not path.is_file():
-        return
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            if line.endswith("\n"):
-                yield json.loads(line)
+    if path.is_file():
+        with path.open("rb") as file:
+            yield from file
+
+
+def _event(line: bytes) -> Mapping[str, Any] | None:
+    try:
+        event = json.loads(line) if line.endswith(b"\n") else None
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+        return None
+    is_step = isinstance(event.get("step", None if event["event"] == "step" else 0), int)
+    return event if is_step and isinstance(event.get("time"), int | float) else None
 
 
 def append_event(folder: Path, event: str, **values: Any) -> None:

@@ -55,6 +55,17 @@ def write_failure(folder: Path, reason: str) -> None:
 
 def page(runs: Sequence[RunData]) -> str:
     """The text of the page about one run, or two."""
+    try:
+        return _page(runs)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        folders = " or ".join(f"'{run.folder}'" for run in runs)
+        raise ValueError(
+            f"the files of the run in {folders} have values that no run writes ({type(error).__name__}: {error}); the "
+            "lines of metrics.jsonl or the files in recorded/ were changed or damaged"
+        ) from error
+
+
+def _page(runs: Sequence[RunData]) -> str:
     charts = _charts(runs)
     if len(runs) == 1:
         (run,) = runs
@@ -87,7 +98,8 @@ def _head(run: RunData) -> str:
             f"{start['batch']} samples a step",
             start["data"],
         ]
-    return f'<h1>{escape(run.name)}</h1><p class="faint">{escape(" · ".join(words))}</p>'
+    damaged = f'<p class="faint">Left out, as damaged: {escape(", ".join(run.damaged))}</p>' if run.damaged else ""
+    return f'<h1>{escape(run.name)}</h1><p class="faint">{escape(" · ".join(words))}</p>{damaged}'
 
 
 def _labels(runs: Sequence[RunData]) -> list[str]:

@@ -9,8 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hyper_parallel.trainer.metrics import METRICS_FILE, read_metrics
-from hyper_parallel.trainer.report.parts import read_parts
+from hyper_parallel.trainer.metrics import METRICS_FILE, count_damaged_lines, read_metrics
+from hyper_parallel.trainer.report.parts import damaged_parts, read_parts
 
 __all__ = ["CONFIG_FILE", "LAYOUT_FILE", "ConfigValue", "RunData"]
 
@@ -38,6 +38,7 @@ class RunData:
     config: list[ConfigValue] = field(default_factory=list)
     layout: str = ""
     parts: list[dict[str, Any]] = field(default_factory=list)
+    damaged: list[str] = field(default_factory=list)  # what could not be read
 
     @classmethod
     def read(cls, folder: Path) -> RunData:
@@ -49,13 +50,17 @@ class RunData:
                 f"'{folder}' has no {METRICS_FILE}, so no run has written there; give the folder of a run, which "
                 "log.folder names"
             )
-        config, layout = folder / CONFIG_FILE, folder / LAYOUT_FILE
+        config, layout = (_text(folder / name) for name in (CONFIG_FILE, LAYOUT_FILE))
+        num_lines = count_damaged_lines(folder)
+        damaged = [f"{num_lines} line{'s' * (num_lines > 1)} of {METRICS_FILE}"] if num_lines else []
+        damaged += [name for name, text in ((CONFIG_FILE, config), (LAYOUT_FILE, layout)) if text is None]
         return cls(
             folder,
             list(read_metrics(folder)),
-            _config_values(config.read_text(encoding="utf-8")) if config.is_file() else [],
-            layout.read_text(encoding="utf-8") if layout.is_file() else "",
+            _config_values(config or ""),
+            layout or "",
             read_parts(folder),
+            [*damaged, *damaged_parts(folder)],
         )
 
     # ---------------------------------------------------------------- events
@@ -151,6 +156,16 @@ class RunData:
     def hosts(self) -> list[str]:
         found = [self.last("environment").get("host"), *(part["host"] for part in self.parts)]
         return sorted({host for host in found if host})
+
+
+def _text(path: Path) -> str | None:
+    """The text of a file, "" if there is none, None if it is no text."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return ""
+    except (OSError, UnicodeDecodeError):
+        return None
 
 
 def _config_values(text: str) -> list[ConfigValue]:
