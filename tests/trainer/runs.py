@@ -28,6 +28,7 @@ DEGREES: dict[str, tuple[int, dict[str, int]]] = {
     "cp": (2, {"cp": 2}),
     "pp": (2, {"pp": 2}),
     "pp x tp": (4, {"pp": 2, "tp": 2}),
+    "tp 4": (4, {"tp": 4}),
     "dp_shard x tp": (4, {"dp_shard": 2, "tp": 2}),
     "dp_shard x cp": (4, {"dp_shard": 2, "cp": 2}),
 }

@@ -107,6 +107,23 @@ def test_a_checkpoint_of_one_framework_goes_on_on_the_other(tmp_path, of_pytorch
         assert list(losses)[-STEPS // 2 :] == list(range(STEPS // 2 + 1, STEPS + 1))
 
 
+@pytest.mark.sweep
+def test_twenty_steps_in_three_parts_on_both_frameworks_are_twenty_straight(tmp_path):
+    with Run(tmp_path / "straight", FLOAT32, nproc=1, steps=20, every=0) as run:
+        status, out, err = run.end(timeout=300)
+        assert status == 0, out + err
+        straight = run.losses()
+    for steps, platform, nproc in ((7, "torch", 2), (14, "mindspore", 2), (20, "torch", 1)):
+        degrees = "parallel.tp=2" if platform == "mindspore" else "parallel.tp=1"
+        with Run(tmp_path, FLOAT32, degrees, nproc=nproc, steps=steps, every=0, platform=platform) as run:
+            status, out, err = run.end(timeout=300)
+            assert status == 0, out + err
+    assert list(run.losses()) == list(range(1, 21))
+    assert run.losses() == pytest.approx(straight, rel=1e-5)
+    lines = steps_of(tmp_path / "run")
+    assert [line["position"] for line in lines] == [4 * step for step in range(1, 21)]
+
+
 @pytest.mark.sweep("mindspore")
 def test_adapters_train_as_on_pytorch(tmp_path, of_pytorch):
     base = of_pytorch / "hugging_face"
