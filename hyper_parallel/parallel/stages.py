@@ -64,7 +64,8 @@ def split_model(
         if mixture.config.has_losses:
             raise ValueError(
                 f"parallelize: '{path}' has auxiliary losses, which blocks hand on beside the stream, and stages of a "
-                "pipeline send the stream alone: leave them at 0 and balance the experts by load_balance_coeff"
+                "pipeline send the stream alone: write balance_loss=0, sequence_loss=0, z_loss=0 in its config and "
+                "balance the experts by load_balance_coeff=0.001, or leave pp out"
             )
     found = structure_of(model)
     return split_stages(

@@ -1,10 +1,11 @@
-"""Models that write to what their embedding gives, and look at the device of its weight, on stages without it."""
+"""Models that write to what their embedding gives, look at its device, or use it beside the stream."""
 
 from __future__ import annotations
 
 import copy
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -52,3 +53,49 @@ def test_stages_of_a_model_that_writes_to_its_embeddings_output() -> None:
         assert abs(loss - (total / count).item()) < 1e-12
         for name, gradient in gradients.items():
             torch.testing.assert_close(gradient, want[name], rtol=0, atol=1e-12, msg=name)
+
+
+class _GivesToBlocks(_Careless):
+    """Every block is given the embedding too, as Zamba 2's and Gemma 3n's are."""
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = first = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x, extra=(first * 2,))
+        return x
+
+
+class _Adds(nn.Linear):
+    def forward(self, x: torch.Tensor, extra: Any = None) -> torch.Tensor:
+        return super().forward(x + (0 if extra is None else extra[0])).tanh()
+
+
+class _AddsBehind(_Careless):
+    """What runs behind the blocks uses the embedding."""
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = first = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return x + first
+
+
+def test_a_model_that_uses_its_embedding_beside_the_stream_is_refused() -> None:
+    """On stages without it there are zeros in its place: the numbers would be wrong without a word."""
+
+    def work(kind: type[_Careless], frozen: bool = False) -> None:
+        model = kind()
+        model.blocks = nn.ModuleList(_Adds(6, 6) for _ in range(4))
+        model.embed.requires_grad_(not frozen)
+        run = hp.parallelize(model, "pp=2", microbatches=2, loss=_loss)
+        run.forward_backward(input_ids=torch.zeros(4, 3, dtype=torch.long))
+
+    with pytest.raises(
+        ValueError, match=r"'blocks.0' is given, beside the stream, a tensor .* \(extra=\) .*; only the st"
+    ):
+        threads(2).run(work, _GivesToBlocks)
+    for kind, frozen in ((_AddsBehind, False), (_GivesToBlocks, True)):
+        with pytest.raises(
+            RuntimeError, match=r"1B0 .* what 'embed' gives before the blocks is used beside the stream"
+        ):
+            threads(2).run(work, kind, frozen)

@@ -4,10 +4,11 @@ shapes where the model has no memory yet."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from hyper_parallel.core.pipeline_parallel.stages.stream_arguments import stream_of
+from hyper_parallel.core.pipeline_parallel.stages.stream_arguments import beside_stream, stream_of
 from hyper_parallel.platform import get_platform
 
 __all__ = ["Seen", "StreamSpec", "look"]
@@ -42,9 +43,10 @@ class _Enough(Exception):
 
 
 def look(model: Any, blocks: Sequence[str], inputs: Mapping[str, Any], *, at_second: bool = True) -> Seen:
-    """Run the model on ``inputs`` until its second block is called, without gradients.
+    """Run the model on ``inputs`` until its second block is called.
 
-    Without ``at_second`` until the first one has run: where blocks have hooks that must be called in pairs.
+    Without ``at_second`` until the first one has run, and without gradients: where blocks have hooks that must be
+    called in pairs.
 
     A model without memory runs on shapes; what its first block cannot do on shapes does not matter.
     """
@@ -58,6 +60,8 @@ def look(model: Any, blocks: Sequence[str], inputs: Mapping[str, Any], *, at_sec
 
     def note(path: str) -> Any:
         def hook(module: Any, args: Any, kwargs: Any) -> None:
+            if path in blocks[:2]:
+                _check_given(path, args, kwargs)
             if path == blocks[0]:
                 streams.append(stream_of(path, args, kwargs))
             elif outputs and path in blocks[1:2]:
@@ -79,10 +83,10 @@ def look(model: Any, blocks: Sequence[str], inputs: Mapping[str, Any], *, at_sec
     # Some models make a cache for all blocks first and fail on one block's; others look at values without one.
     keeps_cache = bool(getattr(getattr(model, "config", None), "use_cache", False))
     try:
-        with _platform.no_grad():
+        with nullcontext() if at_second else _platform.no_grad():
             try:
                 model(**inputs)
-            except _Enough:
+            except (_Enough, _BesideStream):
                 raise
             except Exception:
                 if streams or not keeps_cache:
@@ -92,7 +96,7 @@ def look(model: Any, blocks: Sequence[str], inputs: Mapping[str, Any], *, at_sec
     except _Enough:
         pass
     except Exception as error:
-        if isinstance(error, _HandedOn):
+        if isinstance(error, _BesideStream):
             raise ValueError(str(error)) from None
         if not streams:
             raise ValueError(
@@ -120,8 +124,20 @@ def look(model: Any, blocks: Sequence[str], inputs: Mapping[str, Any], *, at_sec
     return Seen(tuple(dict.fromkeys(called)), spec, num_outputs, handed_on)
 
 
-class _HandedOn(Exception):
-    """Something beside the stream went from one block to the next."""
+class _BesideStream(Exception):
+    """Something that only other stages know beside the stream."""
+
+
+def _check_given(path: str, args: Any, kwargs: Any) -> None:
+    """Refuse what was computed with parameters before the blocks, which other stages do not have."""
+    for name, one in beside_stream(path, args, kwargs):
+        if _platform.needs_grad(one):
+            raise _BesideStream(
+                f"split_stages: the block '{path}' is given, beside the stream, a tensor of shape {tuple(one.shape)} "
+                f"({name}) that was computed with parameters outside of the blocks, which are not there on later "
+                "stages; only the stream travels: use tp, dp_shard or cp for this model, or let each block compute it "
+                "with parameters of its own"
+            )
 
 
 def _check_handed_on(path: str, output: Any, args: Any, kwargs: Any) -> None:
@@ -129,7 +145,7 @@ def _check_handed_on(path: str, output: Any, args: Any, kwargs: Any) -> None:
     given = [one for one in (*args, *kwargs.values()) if any(one is other for other in beside)]
     if given:
         shapes = ", ".join(str(tuple(one.shape)) for one in given)
-        raise _HandedOn(
+        raise _BesideStream(
             f"split_stages: '{path}' hands a tensor of shape {shapes} on to the next block beside the stream; only the "
             "stream travels between stages: let the block give and take the stream alone"
         )

@@ -2,7 +2,8 @@
 
 Models ask the stream for its shape, dtype and device before the first block, to make positions and masks; its values
 are replaced. So a hole gives zeros of the right shape, which models may write to, on the device where the stage runs:
-some move their ids to that of the embedding, and what was taken out of the model has none.
+some move their ids to that of the embedding, and what was taken out of the model has none. A model that uses the values
+all the same, beside the stream, is told so when a gradient comes back to them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 from hyper_parallel.platform import get_platform
 
-__all__ = ["hole_of"]
+__all__ = ["hole_of", "refusing_gradients"]
 
 _platform = get_platform()
 
@@ -38,3 +39,27 @@ def hole_of(path: str, module: Any) -> Callable[[Any, Any, Any], Any]:
         "cannot be told on stages without it; embeddings, linear layers and norms may stand there: move it into "
         "the first block"
     )
+
+
+def refusing_gradients(hole: Any, path: str) -> Any:
+    """The zeros in place of what ``path`` gives; an error in backward when something was computed with them."""
+    if not _platform.is_recording():
+        return hole
+    return _Unused.apply(_platform.set_tensor_requires_grad(hole), path)
+
+
+class _Unused(_platform.Function):  # type: ignore[name-defined]
+    """forward: the same; backward: an error."""
+
+    @staticmethod
+    def forward(ctx: Any, hole: Any, path: str) -> Any:
+        ctx.path = path
+        return _platform.detached(hole)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        raise RuntimeError(
+            f"what '{ctx.path}' gives before the blocks is used beside the stream, behind the blocks or in them, and "
+            "on stages without it there are zeros in its place; only the stream travels: use tp, dp_shard or cp for "
+            "this model, or hand it on as a part of the stream"
+        )

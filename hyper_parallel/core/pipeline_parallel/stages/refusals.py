@@ -25,7 +25,7 @@ def check_model(model: Any, blocks: Sequence[str]) -> None:
         several = f" ({', '.join(map(repr, lists))})" if len(lists) > 1 else ""
         raise ValueError(
             f"split_stages: {name} has more than one row of blocks{several}, as encoders with decoders have; stages "
-            "are parts of one row: use tp, dp_shard or cp for it, or give blocks= the paths of the one row to cut"
+            "are parts of one row: use tp, dp_shard or cp for it"
         )
     if not blocks:
         raise ValueError(

@@ -20,7 +20,7 @@ from typing import Any
 
 from hyper_parallel.core.modules.first_names import note_first_names
 from hyper_parallel.core.modules.left_early import LeftEarly
-from hyper_parallel.core.pipeline_parallel.stages.holes import hole_of
+from hyper_parallel.core.pipeline_parallel.stages.holes import hole_of, refusing_gradients
 from hyper_parallel.core.pipeline_parallel.stages.refusals import check_call
 from hyper_parallel.core.pipeline_parallel.stages.split import Split
 from hyper_parallel.core.pipeline_parallel.stages.stream_arguments import stream_of, with_stream
@@ -122,7 +122,8 @@ class _BeforeBlocks:
         if role.passage.stage > 0:
             given, received = stream_of(role.path, args, kwargs), role.passage.received
             like = given if received is None else received
-            return role.hole(given, like.device, None if received is None else received.dtype)
+            hole = role.hole(given, like.device, None if received is None else received.dtype)
+            return refusing_gradients(hole, role.path)
         return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from hyper_parallel.platform import get_platform
 
-__all__ = ["stream_of", "with_stream"]
+__all__ = ["beside_stream", "stream_of", "with_stream"]
 
 
 def stream_of(path: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -15,6 +15,15 @@ def stream_of(path: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> An
     if args:
         return args[0]
     return kwargs[_name(path, kwargs)]
+
+
+def beside_stream(path: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """The other tensors that a block is called with, those in a tuple too, and what to call them."""
+    stream = None if args else _name(path, kwargs)
+    given = [(f"argument {number}", value) for number, value in enumerate(args) if number]
+    given += [(f"{name}=", value) for name, value in kwargs.items() if name != stream]
+    flat = [(name, one) for name, value in given for one in (value if isinstance(value, (tuple, list)) else [value])]
+    return [(name, one) for name, one in flat if get_platform().is_tensor(one)]
 
 
 def with_stream(
