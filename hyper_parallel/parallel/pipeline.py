@@ -14,6 +14,7 @@ from hyper_parallel.core.pipeline_parallel.prepare import prepare
 from hyper_parallel.core.pipeline_parallel.runtime.agreement import demand_same_table
 from hyper_parallel.core.pipeline_parallel.runtime.boundary import TensorSpec, describe
 from hyper_parallel.core.pipeline_parallel.runtime.messages import Messages
+from hyper_parallel.core.pipeline_parallel.runtime.overlap import overlap_for
 from hyper_parallel.core.pipeline_parallel.runtime.run_table import TableRun
 from hyper_parallel.core.pipeline_parallel.runtime.sharded_stage import ShardedStages, units_of_stages
 from hyper_parallel.core.pipeline_parallel.runtime.shared_gradients import SharedGradients
@@ -152,7 +153,9 @@ class Pipeline:
             work = {
                 stage: StageWork(functools.partial(self._call, stage), stage == last) for stage in self.stages.stages
             }
-            self._runs[table] = TableRun(table, self._place, work, self._messages, self._sharded)
+            travels = bool(self._meshes.expert_axes) and not in_silent_world()
+            overlap = overlap_for(table) if travels else None
+            self._runs[table] = TableRun(table, self._place, work, self._messages, self._sharded, overlap)
             self._runs[table].observe = self._observe
         return self._runs[table]
 

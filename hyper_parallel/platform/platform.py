@@ -80,6 +80,7 @@ class Platform(
     Module: ClassVar[Any]
     Function: ClassVar[Any]  # base class of autograd functions: static forward(ctx, ...) and backward(ctx, ...)
     DTensorBase: ClassVar[Any]  # tensor type whose operators can be intercepted; DTensor derives from it
+    records_during_backward: ClassVar[bool]  # a forward in one thread while another one is in the midst of a backward
     ones: ClassVar[Callable[..., Any]]
     empty: ClassVar[Callable[..., Any]]
     full: ClassVar[Callable[..., Any]]

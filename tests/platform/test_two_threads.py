@@ -210,6 +210,36 @@ def _first_to_fail_frees(coordinator: HookCoordinator) -> None:
         coordinator.finish()
 
 
+def test_in_turns_one_thread_runs_at_a_time_and_hands_over_where_it_would_wait() -> None:
+    coordinator = HookCoordinator(timeout=60, in_turns=True)
+    log: list[str] = []
+
+    def work(direction: str, hooks: str, fails: bool = False) -> None:
+        with coordinator.taking_part(direction):
+            for hook in hooks:
+                log.append(f"{direction[0]}{hook}")
+                coordinator.rendezvous(hook, direction)
+            if fails:
+                raise FloatingPointError("loss is nan")
+
+    for _ in range(2):  # it does not depend on which thread is there first
+        log.clear()
+        coordinator.enable()
+        assert run_threads(lambda: work("backward", "DCBA"), lambda: work("forward", "ABCDAB")) == [None, None]
+        # A forward sends behind A and C and waits behind B and D, a backward the other way round.
+        assert log == ["fA", "fB", "bD", "bC", "fC", "fD", "bB", "bA", "fA", "fB"]
+
+    coordinator.enable()
+    log.clear()
+    first, second = run_threads(lambda: work("forward", "AB", fails=True), lambda: work("backward", "DCBADCBA"))
+    assert isinstance(first, FloatingPointError)
+    assert str(second) == "the other thread of the overlapped pair failed: FloatingPointError: loss is nan"
+    assert log == ["fA", "fB", "bD", "bC"]
+    coordinator.disable()
+    with pytest.raises(ValueError, match=r"in turns it takes the direction, .* got None"), coordinator.taking_part():
+        pass
+
+
 # --- the hook ---
 
 

@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any
 
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.shared.membership import followed_by_threads
 
 
 class _Skipping(threading.local):
@@ -15,7 +16,7 @@ class _Skipping(threading.local):
         self.exceptions: list[frozenset[str]] = []  # innermost last: the operators that are dispatched all the same
 
 
-skipping = _Skipping()
+skipping = followed_by_threads(_Skipping())
 
 
 class SkipDTensorDispatch:

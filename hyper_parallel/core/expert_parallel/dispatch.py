@@ -14,13 +14,18 @@ from typing import Any
 from hyper_parallel.core.dtensor.comm_recorder import attributed
 from hyper_parallel.core.expert_parallel.expert_places import ExpertPlaces
 from hyper_parallel.core.expert_parallel.expert_weights import ExpertWeights
+from hyper_parallel.core.expert_parallel.in_flight import travel_in_turns
 from hyper_parallel.core.expert_parallel.row_counts import RowCounts, balanced, read_counts
 from hyper_parallel.core.expert_parallel.token_order import TokenOrder
+from hyper_parallel.core.modules.meeting_point import coordinator_in_force
 from hyper_parallel.platform import get_platform
 
-__all__ = ["Exchange", "gathered", "on_their_ranks", "travel"]
+__all__ = ["COMBINE", "DISPATCH", "Exchange", "gathered", "on_their_ranks", "travel"]
 
 _platform = get_platform()
+
+DISPATCH, COMBINE = "dispatch to experts", "combine from experts"
+_HOOKS = {DISPATCH: "AB", COMBINE: "CD"}  # where two micro-batches meet that run at once
 
 
 class Exchange:
@@ -49,11 +54,11 @@ class Exchange:
 
     def there(self, rows: Any) -> Any:
         """Rows by expert to the ranks of the experts. forward: all-to-all; backward: the all-to-all back."""
-        return travel("dispatch to experts", rows, self.sent, self.received, self.places)
+        return travel(DISPATCH, rows, self.sent, self.received, self.places)
 
     def back(self, rows: Any) -> Any:
         """Results to where the rows came from. forward: all-to-all; backward: the all-to-all there."""
-        return travel("combine from experts", rows, self.received, self.sent, self.places)
+        return travel(COMBINE, rows, self.received, self.sent, self.places)
 
     def received_order(self) -> tuple[TokenOrder, RowCounts]:
         """What is received comes by rank and then by expert: its order by expert, and the rows of each."""
@@ -75,7 +80,11 @@ def gathered(counts: Any, places: ExpertPlaces) -> Any:
 
 def travel(what: str, rows: Any, sent: list[int], received: list[int], places: ExpertPlaces) -> Any:
     """``sent[r]`` rows to rank r of the group. forward: all-to-all; backward: the all-to-all back."""
+    coordinator = coordinator_in_force()
     with _naming(what, places):
+        if coordinator is not None:
+            hooks = _HOOKS[what]
+            return attributed(what, travel_in_turns, rows, sent, received, places.group, coordinator, hooks)
         return attributed(what, _platform.differentiable_all_to_all_single, rows, sent, received, places.group)
 
 

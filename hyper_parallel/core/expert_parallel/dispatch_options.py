@@ -6,6 +6,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from hyper_parallel.platform.shared.membership import followed_by_threads
+
 __all__ = ["dispatch_options", "dispatching"]
 
 
@@ -15,7 +17,7 @@ class _Options(threading.local):
     once_per_rank = False
 
 
-dispatch_options = _Options()
+dispatch_options = followed_by_threads(_Options())
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from hyper_parallel.core.expert_parallel.dispatch import gathered, travel
+from hyper_parallel.core.expert_parallel.dispatch import COMBINE, DISPATCH, gathered, travel
 from hyper_parallel.core.expert_parallel.expert_places import ExpertPlaces
 from hyper_parallel.core.expert_parallel.row_counts import balanced, read_counts
 from hyper_parallel.core.expert_parallel.token_order import TokenOrder
@@ -43,11 +43,11 @@ def once_per_rank(
     counts = [sum(row[column] for row in table) for column in mine]
 
     def there(rows: Any) -> Any:
-        return travel("dispatch to experts", rows, sent, received, places)
+        return travel(DISPATCH, rows, sent, received, places)
 
     chosen = order.by_key(keys.reshape(-1, num_choices), of_tokens=True)
     arrived = there(order.ordered(hidden)), there(chosen), there(order.ordered(weights))
-    sums = travel("combine from experts", local(*arrived, counts), received, sent, places)
+    sums = travel(COMBINE, local(*arrived, counts), received, sent, places)
     return order.restored(sums).sum(1)
 
 

@@ -1,4 +1,5 @@
-"""Passes that join neighbours: I and W of one microbatch to B, and messages between the same two ranks to one batch."""
+"""Passes that join neighbours: I and W of one microbatch to B, a backward and the next forward to run at once, and
+messages between the same two ranks to one batch."""
 
 from __future__ import annotations
 
@@ -32,6 +33,25 @@ def _folded(actions: tuple[Action, ...], everywhere: bool) -> list[Action]:
             row[-1] = Action(Kind.B, action.stage, action.microbatch)
         else:
             row.append(action)
+    return row
+
+
+def overlap_neighbours(table: Table) -> Table:
+    """A backward and the forward behind it run at once where they are of two stages; a W between them comes later."""
+    return _with_rows(table, [_overlapped(actions) for actions in table.actions])
+
+
+def _overlapped(actions: tuple[Action, ...]) -> list[Action]:
+    row: list[Action] = []
+    for action in actions:
+        weights = row.pop() if len(row) > 1 and row[-1].kind is Kind.W and action.kind is Kind.F else None
+        last = row[-1] if row else None
+        joins = last is not None and last.kind in (Kind.B, Kind.I) and last.stage != action.stage
+        if joins and last is not None and action.kind is Kind.F:
+            row[-1] = Action.overlap(last, action)
+            row += [] if weights is None else [weights]
+        else:
+            row += [action] if weights is None else [weights, action]
     return row
 
 

@@ -92,6 +92,7 @@ class MindSporePlatform(Platform):
     Module = mindspore.nn.Cell
     Function = autograd_functions.Function
     DTensorBase = tensor_type.DTensorBase
+    records_during_backward = False
     ones = staticmethod(tensors.ones)
     empty = staticmethod(tensors.empty)
     full = staticmethod(tensors.full)

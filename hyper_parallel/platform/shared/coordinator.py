@@ -16,6 +16,17 @@ Note [One computes while the other communicates]
     So at most one of the two threads is in a section that communicates, and the order in which the sections come is
     the same on every rank, whatever the speed of the threads. That is what makes it safe for both threads to use one
     process group: a group needs its collectives in one order everywhere.
+
+Note [In turns]
+    With ``in_turns`` a single thread runs at a time. A section that communicates then only launches its collective, and
+    the wait for it stands behind the next hook: there the thread hands its turn over, and what it has launched is under
+    way while the other one computes.
+
+        forward       compute, launch |B ......................... |wait, compute, launch |D ...
+        backward      ............... |compute, wait, compute, launch |C ............... |wait, compute, launch |A
+
+    So *all* that the two do comes in one order on every rank, the collectives inside of what computes too, such as
+    those of tensor parallelism; and state of the process is seen by one thread at a time.
 """
 
 import threading
@@ -50,17 +61,20 @@ class HookCoordinator:
 
     Args:
         timeout: seconds that a thread waits at a hook for the other before it gives up with `TimeoutError`.
+        in_turns: let one thread run at a time, the forward thread first; see Note [In turns].
     """
 
     _waiting: dict[str, tuple[object, bool]]
     _last_hook: dict[str, str]
     _finished: bool
     _failure: BaseException | None
+    _turn: str
+    _who: dict[int, str]
 
-    def __init__(self, timeout: float = 300.0) -> None:
+    def __init__(self, timeout: float = 300.0, in_turns: bool = False) -> None:
         if not timeout > 0:
             raise ValueError(f"HookCoordinator: timeout must be a positive number of seconds, got {timeout}")
-        self._timeout = timeout
+        self._timeout, self._in_turns = timeout, in_turns
         self._condition = threading.Condition()
         self._enabled = False
         self._begin()
@@ -98,9 +112,19 @@ class HookCoordinator:
             self._condition.notify_all()
 
     @contextmanager
-    def taking_part(self) -> Iterator[None]:
-        """Run one of the two threads' work: `finish` when it ends, `abort` when it raises."""
+    def taking_part(self, direction: str | None = None) -> Iterator[None]:
+        """Run one of the two threads' work: `finish` when it ends, `abort` when it raises.
+
+        In turns the `direction` of the work, "forward" or "backward", says whose turn it waits for before it begins.
+        """
+        if self._in_turns and direction not in _PARTNER:
+            raise ValueError(
+                f"taking_part: in turns it takes the direction, {' or '.join(map(repr, _PARTNER))}; got {direction!r}"
+            )
         try:
+            if self._in_turns and direction is not None:
+                self._who[threading.get_ident()] = direction
+                self._await_turn(direction, "its beginning")
             yield
         except BaseException as error:
             self.abort(error)
@@ -118,6 +142,11 @@ class HookCoordinator:
         if direction not in _DIRECTIONS:
             raise ValueError(f"rendezvous: direction must be one of {', '.join(_DIRECTIONS)}; got {direction!r}")
         thread, communicates_from = _DIRECTIONS[direction]
+        if self._in_turns:
+            thread = self._who.get(threading.get_ident(), thread)  # else it works for one of the two, as autograd's do
+            if hook_name not in communicates_from:
+                self._hand_over(thread, hook_name)
+            return
         with self._condition:
             if self._is_free():
                 return
@@ -139,11 +168,28 @@ class HookCoordinator:
                 if self._waiting.get(thread, (None,))[0] is arrival:
                     del self._waiting[thread]
             if not arrived_in_time:
-                self._failure = TimeoutError(self._timeout_message(thread, hook_name))
+                self._failure = TimeoutError(self._timeout_message(thread, f"hook {hook_name}"))
+                self._condition.notify_all()
+                raise self._failure
+
+    def _hand_over(self, thread: str, hook_name: str) -> None:
+        with self._condition:
+            if self._is_free():
+                return
+            self._last_hook[thread] = hook_name
+            self._turn = _PARTNER[thread]
+            self._condition.notify_all()
+        self._await_turn(thread, f"hook {hook_name}")
+
+    def _await_turn(self, thread: str, where: str) -> None:
+        with self._condition:
+            if not self._condition.wait_for(lambda: self._is_free() or self._turn == thread, self._timeout):
+                self._failure = TimeoutError(self._timeout_message(thread, where))
                 self._condition.notify_all()
                 raise self._failure
 
     def _begin(self) -> None:
+        self._turn, self._who = "forward", {}
         self._waiting = {}
         self._last_hook = {}
         self._finished = False
@@ -168,14 +214,14 @@ class HookCoordinator:
             del self._waiting["forward"]
         self._condition.notify_all()
 
-    def _timeout_message(self, thread: str, hook_name: str) -> str:
+    def _timeout_message(self, thread: str, where: str) -> str:
         partner = _PARTNER[thread]
         if partner in self._last_hook:
             seen = f"was last seen at hook {self._last_hook[partner]}"
         else:
             seen = "never came to a hook"
         return (
-            f"the {thread} thread waited {self._timeout:g} s at hook {hook_name} for the {partner} thread, which "
+            f"the {thread} thread waited {self._timeout:g} s at {where} for the {partner} thread, which "
             f"{seen}; run both threads inside taking_part(), so that one that ended or failed is not waited for"
         )
 

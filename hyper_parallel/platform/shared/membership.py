@@ -19,7 +19,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 _generations = itertools.count(2**32)  # above those that a process counts for worlds of its own
 
@@ -45,11 +45,36 @@ class Member:
         return self.rank
 
 
+Local = TypeVar("Local", bound=threading.local)
+_of_threads: list[threading.local] = []
+
+
+def followed_by_threads(local: Local) -> Local:
+    """Declare state of a thread that one which works for it takes over: see :func:`state_of_thread`."""
+    _of_threads.append(local)
+    return local
+
+
+def state_of_thread() -> Callable[[], None]:
+    """What was declared, as it is in this thread: call the result in a thread that works for this one."""
+    saved = [{name: _copied(value) for name, value in vars(local).items()} for local in _of_threads]
+
+    def take_over() -> None:
+        for local, values in zip(_of_threads, saved, strict=False):
+            vars(local).update({name: _copied(value) for name, value in values.items()})
+
+    return take_over
+
+
+def _copied(value: Any) -> Any:
+    return list(value) if isinstance(value, list) else value
+
+
 class _Current(threading.local):
     member: Member | None = None
 
 
-_current = _Current()
+_current = followed_by_threads(_Current())
 
 
 def current_member() -> Member | None:

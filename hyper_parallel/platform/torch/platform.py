@@ -116,6 +116,7 @@ class TorchPlatform(Platform):
     Parameter = torch.nn.Parameter
     Module = torch.nn.Module
     Function = torch.autograd.Function
+    records_during_backward = True
     asks_subclasses = True
     DTensorBase = dtensor_base.DTensorBase
     ones = staticmethod(torch.ones)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
+from hyper_parallel.platform.shared.membership import followed_by_threads
+
 if TYPE_CHECKING:
     from hyper_parallel.core.dtensor.meshes.device_mesh import DeviceMesh
 
@@ -14,7 +16,7 @@ class _MeshStack(threading.local):
         self.meshes: list[DeviceMesh] = []
 
 
-_STACK = _MeshStack()
+_STACK = followed_by_threads(_MeshStack())
 
 
 def get_current_mesh() -> DeviceMesh | None:

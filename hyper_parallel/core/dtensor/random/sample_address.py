@@ -24,6 +24,7 @@ from hyper_parallel.core.dtensor.random.draw import Draw
 from hyper_parallel.core.dtensor.random.philox import philox4x32
 from hyper_parallel.core.dtensor.random.sample_rows import SampleRows
 from hyper_parallel.platform.checks.taps import inside_of_lines
+from hyper_parallel.platform.shared.membership import followed_by_threads
 
 _MASK32 = 0xFFFFFFFF
 _BEFORE = (-1, 0, False)  # no block has been entered yet
@@ -97,7 +98,7 @@ class _Current(threading.local):
     address: Address | None = None
 
 
-current = _Current()
+current = followed_by_threads(_Current())
 
 
 def get_address() -> Address | None:

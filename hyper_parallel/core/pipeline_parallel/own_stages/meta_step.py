@@ -26,6 +26,7 @@ class MetaStepType(enum.Enum):
     FSDP_REDUCE_GRAD = "fsdp_reduce_grad"
     BATCH_SEND_RECV = "batch_send_recv"
     OVERLAP_F_B = "overlap_f_b"
+    OVERLAP_B_F = "overlap_b_f"
 
 
 _KINDS = {
@@ -62,7 +63,9 @@ def meta_step_of(action: Action) -> MetaStep:
     """An action as a step."""
     if not action.parts:
         return MetaStep(action.microbatch, _TYPES[action.kind], action.stage)
-    together = MetaStepType.OVERLAP_F_B if action.is_computed else MetaStepType.BATCH_SEND_RECV
+    together = MetaStepType.BATCH_SEND_RECV
+    if action.is_computed:
+        together = MetaStepType.OVERLAP_F_B if action.parts[0].kind is Kind.F else MetaStepType.OVERLAP_B_F
     return MetaStep(action.microbatch, together, action.stage, tuple(map(meta_step_of, action.parts)))
 
 

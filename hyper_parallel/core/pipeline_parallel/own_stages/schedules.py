@@ -9,6 +9,7 @@ from typing import Any
 
 from hyper_parallel.core.fully_shard.hsdp_module import HSDPModule
 from hyper_parallel.core.pipeline_parallel.action import Action, Kind
+from hyper_parallel.core.pipeline_parallel.folding import overlap_neighbours
 from hyper_parallel.core.pipeline_parallel.own_stages.batch_dims import merge_outputs, split_arguments
 from hyper_parallel.core.pipeline_parallel.own_stages.meta_step import MetaStep, MetaStepType, kind_of, meta_step_of
 from hyper_parallel.core.pipeline_parallel.own_stages.pipeline_stage import PipelineStage
@@ -16,6 +17,7 @@ from hyper_parallel.core.pipeline_parallel.prepare import prepare
 from hyper_parallel.core.pipeline_parallel.runtime.agreement import demand_same_table
 from hyper_parallel.core.pipeline_parallel.runtime.boundary import without_graph
 from hyper_parallel.core.pipeline_parallel.runtime.messages import Messages
+from hyper_parallel.core.pipeline_parallel.runtime.overlap import overlap_for
 from hyper_parallel.core.pipeline_parallel.runtime.run_table import TableRun
 from hyper_parallel.core.pipeline_parallel.runtime.sharded_stage import ShardedStages
 from hyper_parallel.core.pipeline_parallel.runtime.shared_gradients import SharedGradients
@@ -173,7 +175,9 @@ class PipelineSchedule:
                 for index, stage in self.stages.items()
             }
             instead = {kind: functools.partial(self._custom, function) for kind, function in self._instead.items()}
-            self._runs[table] = TableRun(table, self._place, work, self._messages, self._sharded, replaced=instead)
+            self._runs[table] = TableRun(
+                table, self._place, work, self._messages, self._sharded, overlap_for(table), instead
+            )
         return self._runs[table]
 
     def _call(self, stage: PipelineStage, number: int, received: tuple[Any, ...]) -> list[Any]:
@@ -218,6 +222,7 @@ class _Named(PipelineSchedule):
     """A schedule by name."""
 
     _name = ""
+    _overlaps = False
 
     def __init__(
         self,
@@ -231,6 +236,7 @@ class _Named(PipelineSchedule):
         ranks = _platform.get_process_group_ranks(own[0].group)
         per_rank = None if self._name in ("gpipe", "1f1b") else len(own)
         table = make_table(self._name, len(ranks), micro_batch_num, per_rank)
+        table = overlap_neighbours(table) if self._overlaps else table
         super().__init__(own, table, args_batch_dim, kwargs_batch_dim, output_concat_dim)
 
 
@@ -249,8 +255,10 @@ class Schedule1F1B(_Named):
 class ScheduleInterleaved1F1B(_Named):
     """1F1B with several stages on each rank: stages r, r + ranks, ... on rank r.
 
-    ``enable_dxdw_split``: gradients of weights apart from those of inputs, in the bubble (the table ``zb1p``). Messages
-    overlap with computation in any case, so ``overlap_p2p`` changes nothing.
+    ``enable_dxdw_split``: gradients of weights apart from those of inputs, in the bubble (the table ``zb1p``).
+    ``overlap_b_f``: a backward and the forward behind it at once, so that what one sends to experts of other ranks is
+    under way while the other computes. Messages overlap with computation in any case, so ``overlap_p2p`` changes
+    nothing.
     """
 
     _name = "interleaved"
@@ -270,7 +278,6 @@ class ScheduleInterleaved1F1B(_Named):
     ) -> None:
         del overlap_p2p
         for name, given, instead in (
-            ("overlap_b_f", overlap_b_f, 'hp.parallelize(..., schedule="dual_pipe_v") overlaps forward and backward'),
             ("swap", swap, "recompute blocks, or take a schedule that keeps less, such as v_half"),
             ("p2p_transport", p2p_transport != "auto", "leave it at 'auto'"),
         ):
@@ -278,6 +285,7 @@ class ScheduleInterleaved1F1B(_Named):
                 raise ValueError(f"ScheduleInterleaved1F1B: {name} is not there; {instead}")
         if enable_dxdw_split:
             self._name = "zb1p"
+        self._overlaps = overlap_b_f
         super().__init__(stages, micro_batch_num, args_batch_dim, kwargs_batch_dim, output_concat_dim)
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
-from hyper_parallel.core.pipeline_parallel.action import SENDS, Action, Kind, Value
+from hyper_parallel.core.pipeline_parallel.action import COMPUTED, SENDS, Action, Kind, Value
 from hyper_parallel.core.pipeline_parallel.runtime.boundary import without_graph
 from hyper_parallel.core.pipeline_parallel.runtime.messages import Messages
+from hyper_parallel.core.pipeline_parallel.runtime.overlap import Overlap
 from hyper_parallel.core.pipeline_parallel.runtime.sharded_stage import ShardedStages
 from hyper_parallel.core.pipeline_parallel.runtime.stage_work import StageWork
 from hyper_parallel.core.pipeline_parallel.table import Table
@@ -33,6 +35,9 @@ _DOING = {
 }
 
 
+_PAIRS = ((Kind.F, Kind.B), (Kind.F, Kind.I))
+
+
 class PipelineError(RuntimeError):
     """An action failed; the message says on which rank, stage and microbatch. What failed is its cause."""
 
@@ -47,15 +52,15 @@ class TableRun:
         stages: Mapping[int, StageWork],
         messages: Messages,
         sharded: ShardedStages | None = None,
-        both: Callable[[Callable[[], None], Callable[[], None]], None] | None = None,
+        overlap: Overlap | None = None,
         replaced: Mapping[Kind, Callable[[Action, Callable[[], None]], None]] | None = None,
     ) -> None:
-        """``place`` is the rank's place among the stages' ranks, ``both`` runs two computations at once.
+        """``place`` is the rank's place among the stages' ranks, ``overlap`` runs a forward and a backward at once.
 
         ``replaced`` has functions that are called in place of kinds of actions, with the action and what does it.
         """
         self.table, self.place, self._actions = table, place, table.actions[place]
-        self._stages, self._messages, self._sharded, self._both = stages, messages, sharded, both
+        self._stages, self._messages, self._sharded, self._overlap = stages, messages, sharded, overlap
         self._split = {(step.stage, step.microbatch) for step in self._steps() if step.kind is Kind.I}
         #: Called with each action before it is done.
         self.observe: Callable[[Action], None] | None = None
@@ -86,36 +91,46 @@ class TableRun:
             self._sharded.begin()
         try:
             for line, action in enumerate(self._actions, 1):
-                try:
-                    self._do(action)
-                except PipelineError:
-                    raise
-                except Exception as error:
-                    raise self._named(error, action, line) from error
+                self._do(action, line)
             self._finish()
         except BaseException as error:
             self._give_up(error)
             raise
 
-    def _do(self, action: Action) -> None:
-        if action.parts and action.is_computed and self._both is not None:
-            first, second = action.parts
-            self._both(lambda: self._does[first.kind](first), lambda: self._does[second.kind](second))
+    def _do(self, action: Action, line: int) -> None:
+        pair = self._pair(action)
+        if pair is not None and self._overlap is not None:
+            forward, backward = (functools.partial(self._step, step, action, line) for step in pair)
+            self._overlap.both(forward, backward)
             return
         for step in action.steps:
-            if self.observe is not None:
-                self.observe(step)
-            self._does[step.kind](step)
+            self._step(step, action, line)
 
-    def _named(self, error: Exception, action: Action, line: int) -> PipelineError:
-        steps = " and ".join(
-            f"{_DOING[step.kind]} of stage {step.stage}"
-            + ("" if step.microbatch is None else f", microbatch {step.microbatch}")
-            for step in action.steps
-        )
+    def _pair(self, action: Action) -> tuple[Action, Action] | None:
+        """The forward and the backward of an OVERLAP of two stages: modules of one stage cannot be in both."""
+        if self._overlap is None or len(action.parts) != 2 or len({step.stage for step in action.parts}) < 2:
+            return None
+        forward, backward = sorted(action.parts, key=lambda step: step.kind is not Kind.F)
+        return (forward, backward) if (forward.kind, backward.kind) in _PAIRS else None
+
+    def _step(self, step: Action, action: Action, line: int) -> None:
+        if self.observe is not None:
+            self.observe(step)
+        try:
+            with nullcontext() if self._overlap is None or step.kind not in COMPUTED else self._overlap.around():
+                self._does[step.kind](step)
+        except PipelineError:
+            raise
+        except Exception as error:
+            raise self._named(error, step, action, line) from error
+
+    def _named(self, error: Exception, step: Action, action: Action, line: int) -> PipelineError:
+        doing = f"{_DOING[step.kind]} of stage {step.stage}"
+        if step.microbatch is not None:
+            doing += f", microbatch {step.microbatch}"
         rank = _platform.get_rank()
         return PipelineError(
-            f"pipeline {self.table.name}: rank {rank} failed at {action} ({steps}; line {line} of rank {self.place} of "
+            f"pipeline {self.table.name}: rank {rank} failed at {action} ({doing}; line {line} of rank {self.place} of "
             f"the table): {type(error).__name__}: {error}"
         )
 

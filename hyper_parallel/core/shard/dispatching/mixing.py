@@ -20,6 +20,7 @@ from hyper_parallel.core.dtensor.distributed_tensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.mesh_axes import axes_within, widened
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.shared.membership import followed_by_threads
 
 _platform = get_platform()
 
@@ -54,7 +55,7 @@ class _Replicating(threading.local):
         self.depth = 0
 
 
-replicating = _Replicating()
+replicating = followed_by_threads(_Replicating())
 
 
 class implicit_replication:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from hyper_parallel.platform.checks.call_site import call_site
-from hyper_parallel.platform.shared.membership import belongs_to_rank
+from hyper_parallel.platform.shared.membership import belongs_to_rank, followed_by_threads
 
 
 class _Strict(threading.local):
@@ -19,7 +19,7 @@ class _Strict(threading.local):
         self.levels: list[tuple[bool, bool]] = []  # (no gathering, no implicit redistribution)
 
 
-_strict = _Strict()
+_strict = followed_by_threads(_Strict())
 gathered_ops: Counter[str] = Counter()  # how often each operator ran by gathering in this process
 
 
