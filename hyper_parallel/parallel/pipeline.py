@@ -79,6 +79,7 @@ class Pipeline:
         self._parts: Sequence[MicroBatch] = ()
         self._values: list[dict[str, Any]] = []
         self._device: Any = None
+        self._has_memory = False  # of the model, once it was seen
         self._objective: Any = None
         self._draws: Any = None
         self._found: dict[int, tuple[Any, ...]] = {}
@@ -165,8 +166,12 @@ class Pipeline:
 
     def _device_for(self, like: Any) -> Any:
         """Where messages are received: with the inputs, or nowhere in a model without memory."""
-        own = next(iter(self.stages.named_parameters().values()), None)
-        return own.device if own is not None and _platform.has_no_memory(own) else like.device
+        if not self._has_memory:
+            own = next(iter(self.stages.named_parameters().values()), None)
+            if own is not None and _platform.has_no_memory(own):
+                return own.device
+            self._has_memory = True
+        return like.device
 
     @functools.lru_cache(maxsize=8)  # noqa: B019 a pipeline lives as long as its program
     def _table_of_forwards(self, num_parts: int) -> Table:

@@ -30,8 +30,10 @@ Note [In turns]
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+Keep = Callable[[], Callable[[], None]]
 
 HOOK_NAMES = ("A", "B", "C", "D")
 
@@ -62,6 +64,8 @@ class HookCoordinator:
     Args:
         timeout: seconds that a thread waits at a hook for the other before it gives up with `TimeoutError`.
         in_turns: let one thread run at a time, the forward thread first; see Note [In turns].
+        keep: called where a thread hands its turn over; what it gives is called when the thread has it again. For state
+            of the process, such as random generators, that each of the two has for itself.
     """
 
     _waiting: dict[str, tuple[object, bool]]
@@ -71,10 +75,10 @@ class HookCoordinator:
     _turn: str
     _who: dict[int, str]
 
-    def __init__(self, timeout: float = 300.0, in_turns: bool = False) -> None:
+    def __init__(self, timeout: float = 300.0, in_turns: bool = False, keep: Keep | None = None) -> None:
         if not timeout > 0:
             raise ValueError(f"HookCoordinator: timeout must be a positive number of seconds, got {timeout}")
-        self._timeout, self._in_turns = timeout, in_turns
+        self._timeout, self._in_turns, self._keep = timeout, in_turns, keep
         self._condition = threading.Condition()
         self._enabled = False
         self._begin()
@@ -176,10 +180,13 @@ class HookCoordinator:
         with self._condition:
             if self._is_free():
                 return
+            bring_back = None if self._keep is None else self._keep()
             self._last_hook[thread] = hook_name
             self._turn = _PARTNER[thread]
             self._condition.notify_all()
         self._await_turn(thread, f"hook {hook_name}")
+        if bring_back is not None:
+            bring_back()
 
     def _await_turn(self, thread: str, where: str) -> None:
         with self._condition:

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
+from hyper_parallel.core.dtensor.random.sample_address import current
 from hyper_parallel.core.modules.meeting_point import meeting_at
 from hyper_parallel.core.pipeline_parallel.table import Table
 from hyper_parallel.platform import get_platform
@@ -24,11 +25,22 @@ _platform = get_platform()
 _NEVER = 1e8  # seconds: one of the two always runs, and what it waits for has a limit of its own
 
 
+def _draws() -> Callable[[], None]:
+    """Random numbers as they are: what is computed again sets them, and the other half may come in between."""
+    state, address = _platform.get_draw_state(), current.address
+
+    def bring_back() -> None:
+        _platform.set_draw_state(state)
+        current.address = address
+
+    return bring_back
+
+
 class Overlap:
     """Runs pairs of computations in turns; see Note [Two threads, one at a time]."""
 
     def __init__(self) -> None:
-        self.coordinator = HookCoordinator(timeout=_NEVER, in_turns=True)
+        self.coordinator = HookCoordinator(timeout=_NEVER, in_turns=True, keep=_draws)
 
     def around(self) -> AbstractContextManager[None]:
         """Around every computation of a table, so that what travels can meet the other half of a pair."""
@@ -63,7 +75,9 @@ class Overlap:
         except BaseException as error:
             failures.append(error)
         finally:
+            bring_back = _draws()
             thread.join()
+            bring_back()
             coordinator.disable()
         if failures:
             raise failures[0]
