@@ -5,17 +5,22 @@ micro-batches. Both libraries run the same modules, losses and splits. Times are
 alternate between the libraries, since everything that disturbs a step makes it slower. Live bytes are those of all
 memory that a step makes and holds at once, gradients included, on the rank that holds most.
 
-``--quick`` takes fewer rounds; the exit status is 1 when a target is missed.
+``--width 256`` measures that width alone. ``--order`` compares schedules with each other instead: the fastest step of
+each, what the simulator says with the processor times of its actions, to which waiting adds nothing, and whether both
+have one order; simulated times within 3 % count as equal. ``--quick`` takes fewer rounds; the exit status
+is 1 when a target is missed, or the orders differ.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import sys
 import tempfile
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,6 +50,8 @@ CASES: dict[str, tuple[Any, dict[int, tuple[int, ...]], dict[int, float], float]
     "zb_h1": (ScheduleInterleavedZeroBubble, {0: (0,), 1: (1,)}, {64: 0.75, 256: 0.97}, 0.8),
     "zbv": (ScheduleZBVZeroBubble, {0: (0, 3), 1: (1, 2)}, {64: 0.75, 256: 0.97}, 0.8),
 }
+ORDERED = ("gpipe", "1f1b", "interleaved", "looped_bfs", "zb_h1", "zb_h2", "zb1p", "zbv", "v_half", "dual_pipe_v")
+ALIKE = 0.03  # schedules whose simulated times differ by less have no order
 
 
 class Block(nn.Module):
@@ -89,15 +96,23 @@ class Part(nn.Module):
         return x
 
 
-def _ours(schedule: str, width: int, x: torch.Tensor, num_stages: int) -> Callable[[], Any]:
+def _run(schedule: str, width: int) -> Any:
     import hyper_parallel as hp
+    from hyper_parallel.core.pipeline_parallel import make_table
 
     def loss(outputs: torch.Tensor, batch: Any) -> tuple[torch.Tensor, int]:
         return (outputs * outputs).sum(), outputs.numel()
 
     loss.count = lambda batch: torch.tensor(float(batch["x"].numel()))  # type: ignore[attr-defined]
+    num_stages = make_table(schedule, RANKS, MICROBATCHES).stages.num_stages
     stages = [NUM_BLOCKS // num_stages] * num_stages
-    run = hp.parallelize(Model(width), pp=RANKS, schedule=schedule, microbatches=MICROBATCHES, loss=loss, stages=stages)
+    return hp.parallelize(
+        Model(width), pp=RANKS, schedule=schedule, microbatches=MICROBATCHES, loss=loss, stages=stages
+    )
+
+
+def _ours(schedule: str, width: int, x: torch.Tensor) -> Callable[[], Any]:
+    run = _run(schedule, width)
 
     def step() -> None:
         run.forward_backward(x=x)
@@ -171,18 +186,80 @@ def _live_bytes(step: Callable[[], Any]) -> int:
     return held.peak
 
 
-def _on_a_rank(rank: int, port: int, width: int, rounds: int, folder: str) -> None:
+class _ActionTimes:
+    """Processor time of this thread in each kind of action."""
+
+    def __init__(self, run: Any) -> None:
+        self._seconds: Counter[str] = Counter()
+        self._numbers: Counter[str] = Counter()
+        self._at_work, self._since = "", 0.0
+        run.pipeline.observe(lambda action: self.begins(action.kind.value))
+
+    def begins(self, kind: str) -> None:
+        now = time.thread_time()
+        self._seconds[self._at_work] += now - self._since
+        self._numbers[kind] += 1
+        self._at_work, self._since = kind, now
+
+    def forget(self) -> None:
+        self._seconds.clear()
+        self._numbers.clear()
+
+    def mean(self, *kinds: str) -> float:
+        return sum(self._seconds[kind] for kind in kinds) / max(1, sum(self._numbers[kind] for kind in kinds))
+
+    def of_microbatch(self, stages_per_rank: int) -> list[float]:
+        """Forward, input gradient and weight gradient of all stages of the rank, and a message."""
+        inputs, weights = self.mean("I"), self.mean("W")
+        if not self._numbers["I"]:
+            inputs = weights = self.mean("B") / 2
+        message = self.mean("SEND_F", "SEND_B") + self.mean("RECV_F", "RECV_B")
+        return [stages_per_rank * one for one in (self.mean("F"), inputs, weights)] + [message]
+
+
+def _orders(width: int, rounds: int, x: torch.Tensor) -> dict[str, tuple[float, float]]:
+    """The fastest step of each schedule and what is simulated with the times of its actions."""
+    from hyper_parallel.core.pipeline_parallel import Times, make_table, prepare, simulate
+
+    runs = {schedule: _run(schedule, width) for schedule in ORDERED}
+    times = {schedule: _ActionTimes(run) for schedule, run in runs.items()}
+
+    def step_of(schedule: str) -> Callable[[], None]:
+        def step() -> None:
+            runs[schedule].forward_backward(x=x)
+            times[schedule].begins("")
+            runs[schedule].zero_grad()
+
+        return step
+
+    steps = {schedule: step_of(schedule) for schedule in ORDERED}
+    for schedule, step in steps.items():
+        step()
+        step()
+        times[schedule].forget()
+    fastest = _best(steps, rounds)
+    found = {}
+    for schedule in ORDERED:
+        table = make_table(schedule, RANKS, MICROBATCHES)
+        mine = torch.tensor(times[schedule].of_microbatch(table.stages.stages_per_rank), dtype=torch.float64)
+        dist.all_reduce(mine)
+        given = Times(*(mine[:3] / RANKS).tolist(), message=float(mine[3]) / RANKS)
+        found[schedule] = (fastest[schedule], simulate(prepare(table), given).makespan)
+    return found
+
+
+def _on_a_rank(rank: int, port: int, width: int, rounds: int, folder: str, order: bool) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(RANKS), HYPER_PARALLEL_PLATFORM="torch")
     dist.init_process_group("gloo", rank=rank, world_size=RANKS)
     torch.manual_seed(0)
     x = torch.randn(ROWS, LENGTH, width)
-    found: dict[str, Any] = {}
-    for schedule, (_, places, _, _) in CASES.items():
+    found: dict[str, Any] = _orders(width, rounds, x) if order else {}
+    for schedule, (_, places, _, _) in {} if order else CASES.items():
         num_stages = RANKS * len(places[0])
         steps = {
-            "ours": _ours(schedule, width, x, num_stages),
+            "ours": _ours(schedule, width, x),
             "theirs": _theirs(schedule, width, x, num_stages, rank),
         }
         times = _best(steps, rounds)
@@ -194,26 +271,45 @@ def _on_a_rank(rank: int, port: int, width: int, rounds: int, folder: str) -> No
     dist.destroy_process_group()
 
 
-def _measure(width: int, rounds: int) -> dict[str, Any]:
+def _measure(width: int, rounds: int, order: bool = False) -> dict[str, Any]:
     import socket
 
     with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
         free.close()
-        mp.spawn(_on_a_rank, (port, width, rounds, folder), nprocs=RANKS)
+        mp.spawn(_on_a_rank, (port, width, rounds, folder, order), nprocs=RANKS)
         return dict(torch.load(Path(folder) / "found"))
 
 
+def _compare_orders(console: Console, width: int, rounds: int) -> int:
+    found = _measure(width, rounds, order=True)
+    shown = Shown("schedule", "measured, ms", "simulated, ms", "measured / simulated", title=f"width {width}")
+    for schedule, (measured, simulated) in sorted(found.items(), key=lambda one: one[1][1]):
+        shown.add_row(schedule, f"{1e3 * measured:.2f}", f"{1e3 * simulated:.2f}", f"{measured / simulated:.2f}")
+    console.print(shown)
+    differ = 0
+    for (one, (took, said)), (other, (other_took, other_said)) in itertools.combinations(found.items(), 2):
+        if abs(said - other_said) > ALIKE * max(said, other_said) and (said < other_said) != (took < other_took):
+            console.print(f"missed: {one} and {other} in the other order than simulated", style="red")
+            differ += 1
+    return 1 if differ else 0
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
-    rounds = 10 if parser.parse_args().quick else 40
+    parser.add_argument("--width", type=int, choices=(64, 256), action="append", help="this width alone")
+    parser.add_argument("--order", action="store_true", help="measured and simulated order of schedules, at width 256")
+    asked = parser.parse_args()
+    rounds = 10 if asked.quick else 40
     console, missed = Console(width=120), []
+    if asked.order:
+        return max(_compare_orders(console, width, rounds) for width in asked.width or (256,))
     times = Shown(
         "width", "schedule", "ours, ms", "torch, ms", "share", "target", "live, kB", "torch", "share", "target"
     )
-    for width in (64, 256):
+    for width in asked.width or (64, 256):
         found = _measure(width, rounds)
         for schedule, (fastest, (live, their_live)) in found.items():
             _, _, targets, live_target = CASES[schedule]
