@@ -127,8 +127,11 @@ class Modules(ABC):
 
     @staticmethod
     @abstractmethod
-    def set_training(module: Any, modes: bool | list[bool]) -> list[bool]:
-        """Let the module and those inside it train or not, all alike or each as in a list; what they did before."""
+    def set_training(module: Any, modes: bool | dict[Any, bool]) -> dict[Any, bool]:
+        """Let the module and those inside it train or not; what each did before, to be given back here.
+
+        Modules that came in between, as forwards may replace some, do as ``module`` itself.
+        """
 
     @staticmethod
     def reset_parameters(

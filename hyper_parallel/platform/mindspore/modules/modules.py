@@ -59,10 +59,10 @@ def cast_parameters(module: nn.Cell, dtype: str) -> nn.Cell:
     return module
 
 
-def set_training(module: nn.Cell, modes: bool | list[bool]) -> list[bool]:
-    inside = [cell for _, cell in module.cells_and_names()]
-    before = [cell.training for cell in inside]
-    for cell, mode in zip(inside, [modes] * len(inside) if isinstance(modes, bool) else modes, strict=True):
+def set_training(module: nn.Cell, modes: bool | dict[nn.Cell, bool]) -> dict[nn.Cell, bool]:
+    before = {cell: cell.training for _, cell in module.cells_and_names()}
+    for cell in before:
+        mode = modes if isinstance(modes, bool) else modes.get(cell, modes[module])
         if cell.training != mode:
             cell.training = mode
     return before

@@ -49,11 +49,10 @@ def cast_parameters(module: nn.Module, dtype: str) -> nn.Module:
     return module.to(getattr(torch, dtype))
 
 
-def set_training(module: nn.Module, modes: bool | list[bool]) -> list[bool]:
-    inside = list(module.modules())
-    before = [one.training for one in inside]
-    for one, mode in zip(inside, [modes] * len(inside) if isinstance(modes, bool) else modes, strict=True):
-        one.training = mode
+def set_training(module: nn.Module, modes: bool | dict[nn.Module, bool]) -> dict[nn.Module, bool]:
+    before = {one: one.training for one in module.modules()}
+    for one in before:
+        one.training = modes if isinstance(modes, bool) else modes.get(one, modes[module])
     return before
 
 

@@ -1,0 +1,115 @@
+"""What a user may write that would train other numbers without a word: it is refused, with what to write instead."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import hyper_parallel as hp
+from hyper_parallel.testing import threads
+
+CLASSES = 5
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x):
+        return x + self.fc2(torch.tanh(self.fc1(x)))
+
+    def encode(self, x):
+        return self.forward(x)
+
+
+class Model(nn.Module):
+    """``way`` says what is odd about it."""
+
+    def __init__(self, way="plain"):
+        super().__init__()
+        self.way = way
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(6, CLASSES)
+        self.register_buffer("weights", torch.arange(1.0, CLASSES + 1))
+        self.held = [self.blocks[0].fc1.weight] if way == "held" else []
+
+    def features(self, x):
+        for block in self.blocks:
+            x = block.encode(x) if self.way == "method" else block(x)
+        if self.way == "sibling":
+            x = x + F.linear(x, self.blocks[0].fc1.weight).sum(-1, keepdim=True)
+        for weight in self.held:
+            x = x + F.linear(x, weight).sum(-1, keepdim=True)
+        x = self.head(x)
+        if self.way == "penalty":
+            x = x * sum(parameter.square().sum() for parameter in self.parameters())
+        return x
+
+    def forward(self, x, labels=None):
+        logits = self.features(x)
+        return logits if labels is None else self.loss(logits, labels)
+
+    def loss(self, logits, labels):
+        rows = logits.reshape(-1, CLASSES)
+        if self.way == "shifts":
+            return F.cross_entropy(logits[:, :-1].reshape(-1, CLASSES), labels[:, 1:].reshape(-1))
+        if self.way == "weights":
+            return nn.CrossEntropyLoss(self.weights)(rows, labels.reshape(-1))
+        if self.way == "other ignored":
+            return F.cross_entropy(rows, labels.reshape(-1).clamp(min=0), ignore_index=1)
+        if self.way == "two":
+            return F.cross_entropy(rows, labels.reshape(-1)) + F.mse_loss(rows[:, 0], rows[:, 1].detach())
+        if self.way == "divided sum":
+            return F.cross_entropy(rows, labels.reshape(-1), reduction="sum") / 10
+        if self.way == "sum":
+            return F.cross_entropy(rows, labels.reshape(-1), reduction="sum")
+        if self.way == "ctc":
+            log_probs = logits.log_softmax(-1).transpose(0, 1)
+            lengths = (labels != -100).sum(1).clamp(max=3)
+            frames = torch.full((len(labels),), logits.shape[1])
+            return F.ctc_loss(log_probs, labels[:, :3].clamp(min=1), frames, lengths, zero_infinity=True)
+        return F.cross_entropy(rows, labels.reshape(-1))
+
+
+def _model(way):
+    torch.manual_seed(0)
+    return Model(way).double()
+
+
+def _batch(rows=8, length=6):
+    generator = torch.Generator().manual_seed(1)
+    labels = torch.randint(1, CLASSES, (rows, length), generator=generator)
+    labels[1] = labels[4, 2:] = labels[6, 1:] = -100
+    return {"x": torch.randn(rows, length, 6, generator=generator, dtype=torch.float64), "labels": labels}
+
+
+def _mine(run, batch):
+    samples = run.mine(range(len(batch["x"])))
+    return {name: value[samples.start : samples.stop] for name, value in batch.items()}
+
+
+def squares(outputs, batch):
+    return outputs.square().sum(), outputs.numel()
+
+
+def _step(way, degrees, **options):
+    run = hp.parallelize(_model(way), degrees, **options)
+    loss = run.forward_backward(**_mine(run, _batch()))
+    return loss, [one.grad.full_tensor() if hasattr(one.grad, "full_tensor") else one.grad for one in run.parameters()]
+
+
+def test_modules_that_a_forward_replaces():
+    """Evaluation gives modules back what they did, also where a forward has put others in their place."""
+
+    class Replaces(Model):
+        def features(self, x):
+            if not self.training:
+                self.head = nn.Sequential(nn.Identity(), self.head)
+            return super().features(x)
+
+    model = Replaces().double()
+    model.blocks[0].eval()
+    run = hp.parallelize(model)
+    run.loss_of(**_batch())
+    assert model.training and model.head[0].training and not model.blocks[0].training
