@@ -113,3 +113,34 @@ def test_modules_that_a_forward_replaces():
     run = hp.parallelize(model)
     run.loss_of(**_batch())
     assert model.training and model.head[0].training and not model.blocks[0].training
+
+
+def test_the_norm_of_complex_gradients():
+    class Complex(Model):
+        def __init__(self):
+            super().__init__()
+            self.turn = nn.Parameter(torch.randn(6, dtype=torch.complex128))
+
+        def features(self, x):
+            return super().features((x * self.turn).abs())
+
+    def made():
+        torch.manual_seed(0)
+        return Complex()
+
+    def work():
+        torch.set_default_dtype(torch.float64)
+        run = hp.parallelize(made(), "dp_shard=2")
+        run.forward_backward(**_mine(run, _batch()))
+        return run.clip_grad_norm_(1.0)
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        plain = made()
+        plain(**_batch()).backward()
+    finally:
+        torch.set_default_dtype(before)
+    want = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+    for got in threads(2).run(work):
+        torch.testing.assert_close(got.full_tensor() if hasattr(got, "full_tensor") else got, want)

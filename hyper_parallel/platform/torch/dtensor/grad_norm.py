@@ -143,6 +143,7 @@ def block_norms(blocks: list[torch.Tensor], norm_type: float, dtype: torch.dtype
             groups.setdefault((block.device, block.dtype), []).append(position)
     for (device, _), positions in groups.items():
         group = [blocks[position] for position in positions]
+        group = [block.abs() if block.is_complex() else block for block in group]
         wanted = _norm_dtype(group[0], dtype)
         if device.type in _DEVICES_WITHOUT_FOREACH:
             made = [torch.linalg.vector_norm(block, norm_type, dtype=wanted) for block in group]
