@@ -29,7 +29,7 @@ from hyper_parallel.parallel.hugging_face import load_folder, require_memory, sa
 from hyper_parallel.parallel.losses import GivenLoss, LabelledLoss, configs_of_caches, without_caches
 from hyper_parallel.parallel.meshes import Meshes
 from hyper_parallel.parallel.micro_batches import MicroBatch, micro_batches, named_batch, num_rows, parts_of
-from hyper_parallel.parallel.part_runs import InTurn, PartRuns
+from hyper_parallel.parallel.part_runs import InTurn, PartRuns, own_samples
 from hyper_parallel.parallel.pipeline import Pipeline
 from hyper_parallel.parallel.routed_tokens import RoutedTokens
 from hyper_parallel.parallel.sequence_inputs import Sequences, shard_sequences
@@ -150,7 +150,7 @@ class Parallel:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         batch, order = self.sequences.ordered_values(named_batch(self.model, args, kwargs), self._loss)
-        with self.sequences.running(), ordered_tokens(order):
+        with self.sequences.running(), own_samples(self.model, self._meshes.compute), ordered_tokens(order):
             if self.pipeline is not None:
                 outputs = self.pipeline.outputs(batch, functools.partial(map_tensors, plain))
             else:
@@ -163,7 +163,8 @@ class Parallel:
             raise ValueError(f"the batch has no tensors; it has {', '.join(batch) or 'nothing'}")
         if not self._has_values:
             self._require_values(like)
-        with self.sequences.running(), without_caches(self.configs_of_caches):
+        alone = own_samples(self.model, self._meshes.compute)
+        with self.sequences.running(), without_caches(self.configs_of_caches), alone:
             return self._run_step(batch, like, backward)
 
     def _run_step(self, batch: dict[str, Any], like: Any, backward: bool) -> Any:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.random.sample_address import at_address, current
 from hyper_parallel.core.fully_shard.hsdp_module import HSDPModule
+from hyper_parallel.core.shard.dispatching.mixing import OtherSamplesError, samples_differ_beyond
 from hyper_parallel.parallel.degrees import Degrees
 from hyper_parallel.parallel.meshes import Meshes
 from hyper_parallel.parallel.micro_batches import MicroBatch
 from hyper_parallel.parallel.sequence_inputs import shard_sequences
 from hyper_parallel.platform import get_platform
 
-__all__ = ["InTurn", "Objective", "PartRuns", "weighted"]
+__all__ = ["InTurn", "Objective", "PartRuns", "own_samples", "weighted"]
 
 _platform = get_platform()
 
@@ -70,3 +72,20 @@ class InTurn:
 def weighted(found: tuple[Any, ...], part: MicroBatch) -> tuple[Any, ...]:
     """What an objective gives, of a part without rows nothing; see Note [A part without rows]."""
     return found if part.rows else tuple(one * 0 for one in found)
+
+
+@contextmanager
+def own_samples(model: Any, compute: DeviceMesh) -> Iterator[None]:
+    """Context, around runs of parts: ranks off ``compute`` have other samples.
+
+    An error about a parameter of ``model`` has its name.
+    """
+    try:
+        with samples_differ_beyond(compute):
+            yield
+    except OtherSamplesError as error:
+        named = _platform.named_state_parameters(model)
+        name = next((name for name, parameter in named.items() if parameter is error.tensor), None)
+        if name is None:
+            raise
+        raise OtherSamplesError(error.tensor, error.axes, f"the parameter {name!r}") from error

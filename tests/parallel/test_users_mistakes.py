@@ -99,6 +99,20 @@ def _step(way, degrees, **options):
     return loss, [one.grad.full_tensor() if hasattr(one.grad, "full_tensor") else one.grad for one in run.parameters()]
 
 
+@pytest.mark.parametrize(
+    ("way", "degrees", "options", "what"),
+    [
+        ("method", "dp_shard=2", {"loss": squares}, "the parameter 'blocks.0.fc1.(weight|bias)', .* over dp_shard"),
+        ("sibling", "dp_replicate=2", {}, "the parameter 'blocks.0.fc1.weight', .* over dp_replicate"),
+        ("penalty", "dp_shard=2, tp=2", {}, "of shape .*weight_decay"),
+    ],
+)
+def test_parameters_meet_samples_outside_of_their_module(way, degrees, options, what):
+    """Ranks along the data axes have other samples: each would compute with its own as if all had them."""
+    with pytest.raises(RuntimeError, match=what):
+        threads(4 if "tp" in degrees else 2).run(_step, way, degrees, **options)
+
+
 def test_modules_that_a_forward_replaces():
     """Evaluation gives modules back what they did, also where a forward has put others in their place."""
 

@@ -138,8 +138,8 @@ def intercept(kind: type, func: Callable[..., Any], types: Any, args: Any = (), 
     place = facts.inplace_at
     if place is not None and len(args) > place:
         args, kwargs = args[:place], {**kwargs, "inplace": bool(args[place])}
-    if replicating.depth and not facts.is_bookkeeping:
-        if _plans_are_under is not None:
+    if (replicating.depth or replicating.alike_on is not None) and not facts.is_bookkeeping:
+        if replicating.depth and _plans_are_under is not None:
             check_made_inside(_platform.get_op_name(func), args, kwargs)
         args, kwargs = plain_as_replicated(args, kwargs)
     if len(kwargs) > 1:

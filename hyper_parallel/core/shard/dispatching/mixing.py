@@ -6,12 +6,14 @@ Note [A mesh and a part of it]
 A tensor on ``mesh["tp"]`` and one on ``mesh`` meet in two cases. A parameter has the same values along axes that its
 layout does not mention, or data parallelism would be wrong anyway: it is taken as replicated there. So is any tensor
 under :class:`implicit_replication`, where plain tensors are. Otherwise it is an error: the ranks along the other axes
-may have different tensors.
+may have different tensors. That they have is what :class:`samples_differ_beyond` says, and then neither may be.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -50,9 +52,23 @@ def finish_sum_in_place(tensor: DTensor) -> bool:
     return True
 
 
+class OtherSamplesError(MixedTensorsError):
+    """A distributed tensor on axes along which ranks have other samples meets tensors of this rank's samples."""
+
+    def __init__(self, tensor: DTensor, axes: list[str], what: str) -> None:
+        super().__init__(
+            f"{what}, which is distributed over {', '.join(axes)}, meets tensors that are other ones on each rank of "
+            "these axes, those of its samples. A parameter is whole inside of the call of the module it is in, and "
+            "not elsewhere: call that module itself, as module(x), not its forward or another method, and return from "
+            "there what other modules need of it. A penalty on weights belongs into the optimizer (weight_decay)"
+        )
+        self.tensor, self.axes = tensor, axes
+
+
 class _Replicating(threading.local):
     def __init__(self) -> None:
         self.depth = 0
+        self.alike_on: DeviceMesh | None = None
 
 
 replicating = followed_by_threads(_Replicating())
@@ -76,6 +92,28 @@ class implicit_replication:
         replicating.depth -= 1
 
 
+@contextmanager
+def samples_differ_beyond(mesh: DeviceMesh) -> Iterator[None]:
+    """Inside, plain tensors may be alike on the ranks of ``mesh``, and nowhere else: others have other samples."""
+    before, replicating.alike_on = replicating.alike_on, mesh
+    try:
+        yield
+    finally:
+        replicating.alike_on = before
+
+
+def _require_alike(tensor: DTensor) -> None:
+    """Raise if ranks of the tensor's mesh have different samples."""
+    alike, mesh = replicating.alike_on, tensor.device_mesh
+    if alike is None or mesh is alike:
+        return
+    known = alike.mesh_dim_names or ()
+    axes = [str(mesh.axis_label(axis)) for axis in range(mesh.ndim) if mesh.shape[axis] > 1]
+    beyond = [axis for axis in axes if axis not in known]
+    if beyond:
+        raise OtherSamplesError(tensor, beyond, f"a tensor of shape {tuple(tensor.shape)}")
+
+
 class PlainScalarError(RuntimeError):
     """A plain tensor without dims that needs a gradient meets a distributed one: the call is made again with it whole.
 
@@ -86,27 +124,29 @@ class PlainScalarError(RuntimeError):
 def plain_as_replicated(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments with plain tensors as whole DTensors on the mesh of the DTensors among them.
 
-    Those with dims only under :class:`implicit_replication`, those without only where they need a gradient.
+    Those with dims only under :class:`implicit_replication`, those without only where they need a gradient. An error
+    where others have other plain tensors: see :func:`samples_differ_beyond`.
     """
-    with_dims = replicating.depth > 0
+    with_dims, are_others = replicating.depth > 0, replicating.alike_on is not None
 
     def is_meant(value: Any) -> bool:
         return _platform.is_dense_tensor(value) and (with_dims if value.ndim else _platform.needs_grad(value))
 
-    has_plain, mesh = False, None
+    has_plain, widest = False, None
     stack: list[Any] = [*args, *kwargs.values()]
     while stack:
         value = stack.pop()
         if isinstance(value, DTensor):
-            if mesh is None or value.device_mesh.ndim > mesh.ndim:
-                mesh = value.device_mesh
+            if widest is None or value.device_mesh.ndim > widest.device_mesh.ndim:
+                widest = value
         elif isinstance(value, (list, tuple)):
             stack.extend(value)
         elif not has_plain:
-            has_plain = is_meant(value)
-    if not has_plain or mesh is None:
+            has_plain = is_meant(value) or (are_others and _platform.is_dense_tensor(value) and value.ndim > 0)
+    if not has_plain or widest is None:
         return args, kwargs
-    found = mesh
+    _require_alike(widest)
+    found = widest.device_mesh
 
     def replicated(value: Any) -> Any:
         if isinstance(value, DTensor) or not is_meant(value):
@@ -154,7 +194,8 @@ def on_one_mesh(
     """
     found: list[DTensor] = []
     _platform.tree_map(lambda value: found.append(value) if isinstance(value, DTensor) else None, (args, kwargs))
-    mesh = max((tensor.device_mesh for tensor in found), key=lambda one: one.ndim)
+    widest = max(found, key=lambda one: one.device_mesh.ndim)
+    mesh = widest.device_mesh
     for tensor in found:
         is_part = tensor.device_mesh != mesh and axes_within(tensor.device_mesh, mesh) is not None
         if tensor.device_mesh != mesh and not (
@@ -162,6 +203,7 @@ def on_one_mesh(
         ):
             hint = "; or, where it is replicated on the other axes: with hyper_parallel.implicit_replication()"
             raise MixedMeshesError(f"{error}{hint if is_part else ''}") from None
+    _require_alike(widest)
 
     def on_mesh(value: Any) -> Any:
         return on_wider_mesh(value, mesh) if isinstance(value, DTensor) else value
