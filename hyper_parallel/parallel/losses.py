@@ -6,7 +6,8 @@ Three ways, in this order:
   ``fn.count(batch)`` says beforehand how many there are.
 * a Hugging Face model, which computes its loss from ``labels``: its loss function gets the number of targets of the
   whole batch (``num_items_in_batch``), whichever of its numbers it divides by.
-* any other model that returns its loss when it is given ``labels``: the mean over those that are not -100.
+* any other model that returns its loss when it is given ``labels``: the mean over those that are not -100. What is no
+  such mean is an error, as far as the framework's loss functions tell (:class:`LossMeans`).
 
 Auxiliary losses (of routers) are means over the rows of a part: each part counts by its share of the rows, so they
 count once, whatever the number of parts. A model tells them apart as ``auxiliary`` beside its ``loss``
@@ -15,13 +16,13 @@ count once, whatever the number of parts. A model tells them apart as ``auxiliar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from hyper_parallel.core.context_parallel.batch import current_order
 from hyper_parallel.core.shard.dispatching.mixing import implicit_replication
-from hyper_parallel.parallel.counts import IGNORED, Counts, num_targets, plain
+from hyper_parallel.parallel.counts import IGNORED, Counts, LossMeans, num_targets, plain
 from hyper_parallel.platform import get_platform
 
 __all__ = [
@@ -66,13 +67,15 @@ def without_caches(configs: Iterable[Any]) -> Iterator[None]:
             config.use_cache = True
 
 
-def loss_for(model: Any, loss: Callable[..., Any] | None) -> GivenLoss | LabelledLoss:
-    """How the loss of ``model`` is found."""
+def loss_for(model: Any, loss: Callable[..., Any] | None, *, in_parts: bool = True) -> GivenLoss | LabelledLoss:
+    """How the loss of ``model`` is found; ``in_parts`` says whether a batch is cut, over ranks or micro-batches."""
     if loss is not None:
         if not callable(loss):
             raise TypeError(f"parallelize: loss is a function of (outputs, batch) to (sum, count), got {loss!r}")
         return GivenLoss(loss)
-    return HuggingFaceLoss(model) if is_hugging_face(model) else LabelledLoss()
+    is_ours = type(model).__module__.startswith("hyper_parallel.")
+    means = LossMeans(type(model).__name__, in_parts and not is_ours)
+    return HuggingFaceLoss(model, means) if is_hugging_face(model) else LabelledLoss(means)
 
 
 class GivenLoss:
@@ -113,12 +116,21 @@ class GivenLoss:
     def share(self, model: Any, batch: Mapping[str, Any], part: Counts, total: Counts) -> Any:
         return self.sum_and_count(model, batch)[0] / total.targets
 
+    @staticmethod
+    def checked(found: Sequence[Any]) -> Sequence[Any]:
+        """What a step has given."""
+        return found
+
 
 class LabelledLoss:
     """A model that returns the mean over its labels that are not -100."""
 
     is_counted_before = True
     shifts_labels: bool | None = None
+
+    def __init__(self, means: LossMeans) -> None:
+        self.means = means
+        self.checked = means.checked
 
     def counts(self, batch: Mapping[str, Any], rows: int, like: Any) -> Counts:
         if "labels" not in batch:
@@ -133,9 +145,12 @@ class LabelledLoss:
         return dict(batch)
 
     def share(self, model: Any, batch: Mapping[str, Any], part: Counts, total: Counts) -> Any:
-        outputs = model(**batch)
+        with self.means.watch() as seen:
+            outputs = model(**batch)
         loss, auxiliary = plain(_loss_in(model, outputs)), self._auxiliary(outputs)
-        return _with_auxiliary(loss, auxiliary, part, total, is_divided=False)
+        return _with_auxiliary(
+            loss, auxiliary, part, total, lambda one: self.means.share(one, seen, part, total, batch)
+        )
 
     def _auxiliary(self, outputs: Any) -> Any:
         """What the model has added to its loss beside the mean over its labels."""
@@ -146,7 +161,8 @@ class LabelledLoss:
 class HuggingFaceLoss(LabelledLoss):
     """A model of transformers. Its loss function is replaced by one that says which number it was to divide by."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, means: LossMeans) -> None:
+        super().__init__(means)
         self._model, self._name = model, type(model).__name__
         self._total: Counts | None = None
         self._divided = False
@@ -175,7 +191,8 @@ class HuggingFaceLoss(LabelledLoss):
         self._total, self._divided = total, False
         order, self._has_shifted = current_order(), batch.get("shift_labels") is not None
         try:
-            outputs = model(**batch)
+            with self.means.watch() as seen:
+                outputs = model(**batch)
         finally:
             self._total = None
         loss, auxiliary = plain(_loss_in(model, outputs)), self._auxiliary(outputs)
@@ -184,7 +201,12 @@ class HuggingFaceLoss(LabelledLoss):
                 f"{self._name} computes its loss by itself, in the order of tokens, and these lie in {order.name} "
                 "order; write order='contiguous', or tell parallelize how it is computed, by loss="
             )
-        return _with_auxiliary(loss, auxiliary, part, total, is_divided=self._divided)
+        if self._divided:
+            self.means.known()
+            return _with_auxiliary(loss, auxiliary, part, total, lambda one: one)
+        return _with_auxiliary(
+            loss, auxiliary, part, total, lambda one: self.means.share(one, seen, part, total, batch)
+        )
 
     def _auxiliary(self, outputs: Any) -> Any:
         """What the model has added to its loss for its routers."""
@@ -239,18 +261,11 @@ class _NextTokenLoss:
 next_token_loss = _NextTokenLoss()
 
 
-def _with_auxiliary(loss: Any, auxiliary: Any, part: Counts, total: Counts, is_divided: bool) -> Any:
-    """The share of a part's loss, which has ``auxiliary`` in it: that by rows, the rest by targets if not yet so."""
-    if auxiliary is not None:
-        loss = loss - auxiliary
-    if not is_divided:
-        loss = _part_of_mean(loss, part.targets, total.targets)
-    return loss if auxiliary is None else loss + auxiliary * part.rows / total.rows
-
-
-def _part_of_mean(mean: Any, count: Any, total: Any) -> Any:
-    """A mean over ``count`` as a share of that over ``total``; a mean of nothing, which is no number, is 0."""
-    return (mean * count / total).masked_fill(count == 0, 0.0)
+def _with_auxiliary(loss: Any, auxiliary: Any, part: Counts, total: Counts, share: Callable[[Any], Any]) -> Any:
+    """The share of a part's loss, which has ``auxiliary`` in it: that by rows, the rest by ``share``."""
+    if auxiliary is None:
+        return share(loss)
+    return share(loss - auxiliary) + auxiliary * part.rows / total.rows
 
 
 def _loss_in(model: Any, outputs: Any) -> Any:

@@ -182,7 +182,7 @@ class Parallel:
         def share(model: Any, number: int, values: dict[str, Any]) -> tuple[Any, ...]:
             return (self._loss.share(model, values, counts[number], total),)
 
-        return self._summed([share for (share,) in self._runs.run(parts, share, self._draws, backward)])
+        return self._summed([one for (one,) in self._loss.checked(self._runs.run(parts, share, self._draws, backward))])
 
     def _require_values(self, like: Any) -> None:
         """A model without memory runs where nobody looks at values: in a world that is silent, or on such inputs."""

@@ -118,7 +118,7 @@ def parallelize(
     parts = microbatches or 1 if table is None else table.microbatches
     split = None if table is None else split_model(model, table.stages.num_stages, stages, balance)
     experts = find_experts(model, int(fitted.ep)) if meshes.expert_axes else {}
-    found = loss_for(model, loss)
+    found = loss_for(model, loss, in_parts=parts > 1 or meshes.batch.size() > 1)
     sequences = Sequences(fitted.sizes["cp"], attention, order)
     sequences.prepare(model, found)
     blocks = [dict(_platform.get_cells_and_names(model))[path] for path in structure_of(model).blocks]

@@ -113,6 +113,43 @@ def test_parameters_meet_samples_outside_of_their_module(way, degrees, options, 
         threads(4 if "tp" in degrees else 2).run(_step, way, degrees, **options)
 
 
+@pytest.mark.parametrize(
+    ("way", "what"),
+    [
+        ("shifts", "cross_entropy as a mean over .* labels are targets .*hp.next_token_loss"),
+        ("weights", "by weights of the classes"),
+        ("other ignored", "cross_entropy as a mean over"),
+        ("two", "mse_loss as a mean over"),
+        ("divided sum", "as a sum, .* and of it its loss"),
+    ],
+)
+def test_a_loss_that_is_no_mean_over_the_labels(way, what):
+    with pytest.raises(ValueError, match=f"Model computed .*{what}"):
+        threads(1).run(_step, way, "dp_shard=1", microbatches=3)
+
+
+@pytest.mark.parametrize(
+    ("way", "degrees", "parts"),
+    [("plain", "cp=2", 3), ("sum", "cp=2", 2), ("sum", "dp_shard=2", 2), ("ctc", "dp_shard=2", 2)],
+)
+def test_losses_whose_parts_can_be_added_up(way, degrees, parts):
+    plain = _model(way)
+    want = plain(**_batch())
+    want.backward()
+    for loss, gradients in threads(2).run(_step, way, degrees, microbatches=parts):
+        torch.testing.assert_close(loss, want.detach(), rtol=1e-9, atol=1e-9)
+        for got, one in zip(gradients, plain.parameters(), strict=True):
+            torch.testing.assert_close(got, one.grad, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("way", ["shifts", "weights", "two"])
+def test_a_batch_in_one_part_may_have_any_loss(way):
+    plain = _model(way)
+    want = plain(**_batch())
+    for loss, _ in threads(2).run(_step, way, "tp=2"):
+        torch.testing.assert_close(loss, want.detach(), rtol=1e-9, atol=1e-9)
+
+
 def test_modules_that_a_forward_replaces():
     """Evaluation gives modules back what they did, also where a forward has put others in their place."""
 

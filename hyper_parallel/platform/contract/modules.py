@@ -4,7 +4,22 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
+
+
+@dataclass(frozen=True)
+class SeenLoss:
+    """A call of one of the framework's loss functions.
+
+    ``count``: how many numbers a mean is over, a number or a tensor; None where it is not one of all its numbers.
+    """
+
+    name: str
+    reduction: str
+    count: Any
+    value: Any
 
 
 class Modules(ABC):
@@ -152,6 +167,11 @@ class Modules(ABC):
     def without_memory(self) -> Any:
         """Context: modules built inside have parameters without memory, and buffers as usual."""
         return self.init_on_device(self.meta_device)
+
+    @staticmethod
+    def watch_losses() -> AbstractContextManager[list[SeenLoss]]:
+        """Context: the calls of loss functions inside, as far as the framework tells of them."""
+        return nullcontext([])
 
     @staticmethod
     def install_parameter(module: Any, name: str, parameter: Any) -> None:

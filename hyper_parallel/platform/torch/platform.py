@@ -51,6 +51,7 @@ from hyper_parallel.platform.torch.modules import (
     parameter_uses,
     raw_bits,
     state,
+    watched_losses,
 )
 from hyper_parallel.platform.torch.takes_over import (
     addressed_draws,
@@ -107,6 +108,7 @@ from hyper_parallel.platform.torch.takes_over import (
     symmetric_memory,
     tensors,
     view_facts,
+    watched_losses,
 )
 class TorchPlatform(Platform):
     """PyTorch on CPUs, CUDA GPUs and Ascend NPUs (through ``torch_npu``)."""
