@@ -134,6 +134,7 @@ def parallelize(
     number_blocks(blocks)
     number_initial_values(model)
     _take_values_of_rank_0(model, meshes)
+    compare_parameters = _platform.remember_parameters(model)
     shard_experts(experts, meshes)
     _split_layers(model, meshes, plan, sequence_parallel, keep_whole, tuple(experts))
     stream = stream_between(model, meshes.compute) if table is not None and in_silent_world() else None
@@ -145,10 +146,12 @@ def parallelize(
     share = functools.partial(_share_parameters, meshes=meshes, policy=policy, offload=offload)
     if table is None or split is None:
         share(model)
+        compare_parameters()
         run = Parallel(model, fitted, meshes, found, parts, sequences=sequences)
         run.lowering = lowering
         return run
     own = StageModel(model, split, table.stages.stages_of(meshes.world["pp"].get_local_rank()), wrap=share)
+    compare_parameters()
     is_open = microbatches is None and not isinstance(schedule, Table)
     pipeline = Pipeline(own, table, meshes, found, stream, make_table if is_open else None)
     run = Parallel(model, fitted, meshes, found, parts, pipeline, sequences)

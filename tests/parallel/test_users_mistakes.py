@@ -113,6 +113,52 @@ def test_parameters_meet_samples_outside_of_their_module(way, degrees, options, 
         threads(4 if "tp" in degrees else 2).run(_step, way, degrees, **options)
 
 
+def test_a_parameter_held_beside_its_module():
+    with pytest.raises(RuntimeError, match=r"computes with what was its parameter 'blocks.0.fc1.weight' .*self.layer"):
+        threads(2).run(_step, "held", "dp_shard=2")
+
+
+def test_an_optimizer_that_was_made_too_early():
+    def before_parallelize():
+        model = _model("plain")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run = hp.parallelize(model, "tp=2")
+        run.forward_backward(**_batch())
+        with pytest.raises(RuntimeError, match=r"this SGD was made of parameters .* of run.parameters\(\)"):
+            optimizer.step()
+
+    def before_materialize():
+        with hp.deferred_init():
+            model = _model("plain")
+        run = hp.parallelize(model, "dp_shard=2")
+        optimizer = torch.optim.AdamW(run.parameters(), lr=0.1)
+        run.materialize(seed=0)
+        with pytest.raises(RuntimeError, match="since parallelize or materialize put others in their place"):
+            optimizer.step()
+
+    threads(2).run(before_parallelize)
+    threads(2).run(before_materialize)
+
+
+def test_hooks_on_gradients_of_parameters():
+    def work():
+        model = _model("plain")
+        model.head.weight.register_hook(lambda gradient: gradient * 2)
+        with pytest.raises(
+            ValueError, match=r"hooks on the gradient of the parameter 'head.weight' .* behind paralleliz"
+        ):
+            hp.parallelize(model, "dp_shard=2")
+        run = hp.parallelize(_model("plain"), "dp_shard=2")
+        dict(run.named_parameters())["head.weight"].register_hook(lambda gradient: gradient * 2)
+        run.forward_backward(**_mine(run, _batch()))
+        return dict(run.named_parameters())["head.weight"].grad.full_tensor()
+
+    plain = _model("plain")
+    plain(**_batch()).backward()
+    for got in threads(2).run(work):
+        torch.testing.assert_close(got, plain.head.weight.grad * 2, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize(
     ("way", "what"),
     [

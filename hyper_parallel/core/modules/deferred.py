@@ -59,6 +59,7 @@ def materialize(module: Any, *, device: Any = None, init: Callable[[Any], Any] |
     platform = get_platform()
     device = device if device is not None else platform.get_device_type()
     made: dict[int, _Deferred] = {}
+    compare_parameters = platform.remember_parameters(module)
     number_initial_values(module)
     for path, owner in platform.get_cells_and_names(module):
         for name, parameter in platform.own_parameters(owner).items():
@@ -96,6 +97,7 @@ def materialize(module: Any, *, device: Any = None, init: Callable[[Any], Any] |
         for name, parameter in platform.own_parameters(owner).items():
             if id(parameter) in finished:
                 platform.install_parameter(owner, name, finished[id(parameter)])
+    compare_parameters()
     return module
 
 

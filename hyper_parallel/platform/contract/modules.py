@@ -174,6 +174,11 @@ class Modules(ABC):
         return nullcontext([])
 
     @staticmethod
+    def remember_parameters(module: Any) -> Callable[[], None]:
+        """What to call when parameters of ``module`` have been replaced: errors tell of those that are used still."""
+        return lambda: None
+
+    @staticmethod
     def install_parameter(module: Any, name: str, parameter: Any) -> None:
         """Let ``parameter`` be the module's own parameter of that name."""
         setattr(module, name, parameter)

@@ -50,6 +50,7 @@ from hyper_parallel.platform.torch.modules import (
     parameter_units,
     parameter_uses,
     raw_bits,
+    replaced_parameters,
     state,
     watched_losses,
 )
@@ -102,6 +103,7 @@ from hyper_parallel.platform.torch.takes_over import (
     random_state,
     raw_bits,
     recording,
+    replaced_parameters,
     returnable_memory,
     row_groups,
     state,

@@ -44,6 +44,11 @@ class DispatchMode(TorchDispatchMode):
         return False
 
 
+def has_gradient_hooks(tensor: torch.Tensor) -> bool:
+    """Whether hooks were registered on the tensor's gradient, before or behind its accumulation."""
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
 def remove_library(library: torch.library.Library) -> None:
     """Take back what ``library`` has registered; else it stays until the object is collected."""
     library._destroy()
