@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import hyper_parallel as hp
+from hyper_parallel.core.context_parallel.batch import token_order
 from hyper_parallel.core.context_parallel.blocks.balance import own_queries, swapped_queries
 from hyper_parallel.core.context_parallel.blocks.choice import Problem, cheapest
 from hyper_parallel.core.dtensor.redistribution_plan import AxisCost
@@ -16,15 +17,18 @@ from tests.world import run_on_ranks
 B, H, K, S, D, V, E = 2, 8, 4, 16, 8, 6, 8  # batch, heads, key heads, tokens, widths, bytes of a float64
 
 
-def _sent(world: int, scheme: str, balance: bool = False, kind: str = "full", **case: int) -> list[int]:
+def _sent(
+    world: int, scheme: str, balance: bool = False, kind: str = "full", is_zigzag: bool = False, **case: int
+) -> list[int]:
     """Bytes that this rank sends in forward, and in backward."""
     mesh = hp.init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
     shape = {"batch": B, "heads": H, "key_heads": K, "tokens": S, "width": D, "value_width": V, **case}
     asked = Case(seen=kind, **shape)
     query, key, value, gradient = (hp.distribute_tensor(t, mesh, [hp.Shard(2)]) for t in asked.inputs())
     leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
+    zigzag = hp.Visibility(causal=True, positions=token_order("zigzag", S, world))
     with hp.CommRecorder() as forward, hp.attention_scheme(scheme, balance=balance):
-        output = hp.attention(*leaves, visible=asked.visible())
+        output = hp.attention(*leaves, visible=zigzag if is_zigzag else asked.visible())
     with hp.CommRecorder() as backward:
         output.backward(gradient)
     return [forward.total_bytes, backward.total_bytes]
@@ -44,6 +48,24 @@ def test_bytes_are_those_of_the_closed_forms() -> None:
     halves = B * H * (s // 2) * (D + V) * E
     assert _sent(world, "gather", balance=True) == [(world - 1) * block + halves] * 2
     assert _sent(world, "ring", balance=True) == [(world - 1) * block + halves, 2 * (world - 1) * block + halves]
+
+
+@run_on_ranks(2, 4)
+def test_a_ring_in_zigzag_order_sends_three_quarters() -> None:
+    """The half from the front goes to all ranks, the half from the back to those whose own begins behind it."""
+    world, rank = hp.get_platform().get_world_size(), hp.get_platform().get_rank()
+    half = B * K * (S // world // 2) * (D + V) * E
+    given, home = (world - 1 + rank) * half, (2 * (world - 1) - rank) * half
+    assert _sent(world, "ring", is_zigzag=True) == [given, given + home]
+    assert sum((world - 1 + rank) / 2 for rank in range(world)) == 0.75 * world * (world - 1)
+
+
+@run_on_ranks(4)
+def test_a_hybrid_sends_what_its_parts_send() -> None:
+    s = S // 4
+    block = B * (K // 2) * (2 * s) * (D + V) * E  # half of the heads of the tokens of two ranks
+    heads = B * s * (H + K) * (D + V) * E // 2
+    assert _sent(4, "hybrid") == [heads + block, heads + 2 * block]
 
 
 @run_on_ranks(4)

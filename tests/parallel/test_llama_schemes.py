@@ -2,13 +2,18 @@
 
 import pytest
 
+from hyper_parallel.platform import get_platform
 from tests.parallel.test_llama import _check, _dtype, _on_one_device, _train
 from tests.world import run_on_ranks
 
+DEGREES = {2: ("cp=2",), 4: ("cp=4", "cp=2, tp=2")}
+
 
 @pytest.mark.sweep("mindspore")
-@run_on_ranks(2, timeout=300)
+@run_on_ranks(2, sweep=(4,), timeout=400)
 def test_every_scheme_trains_as_one_device():
     want = _on_one_device(_dtype())
-    for scheme in ("ring", "ulysses", "gather"):
-        _check(_train("cp=2", 2, attention=scheme), want)
+    for degrees in DEGREES[get_platform().get_world_size()]:
+        schemes = ("ring", "ulysses", "gather", "hybrid") if degrees == "cp=4" else ("ring", "ulysses", "gather")
+        for scheme in schemes:
+            _check(_train(degrees, 2, attention=scheme), want)

@@ -6,8 +6,9 @@ pair of ranks that do not see each other sends nothing.
 
 forward: n - 1 steps of keys and values; backward: the same again, and n - 1 steps in which the gradients of a block go
 straight home. With B rows, K key heads, s tokens a rank, widths D and V and e bytes a number, a step sends
-B K s (D + V) e: (n - 1) B K s (D + V) e in forward and twice that in backward where all ranks see all others; with
-causal order the ranks send half of it on average.
+B K s (D + V) e: (n - 1) B K s (D + V) e in forward and twice that in backward where all ranks see all others. Under a
+causal mask the ranks send half of it on average; in zigzag order, where their work is equal, three quarters: from a
+rank's last stretch only those go that begin before it.
 
 Note [Gradients go home at once]
 A gradient that travels on from rank to rank and collects the others' needs n steps to come home. Here each rank's part
@@ -49,7 +50,7 @@ class _Steps:
     ) -> None:
         self._cut = cut
         self._shapes = shapes
-        count = _num_pieces(cut.intervals, queries)
+        count = _num_pieces(cut.intervals, queries, visible)
         self._pieces = tuple(_pieces_of(interval, count) for interval in cut.intervals)
         flat = tuple(piece for pieces in self._pieces for piece in pieces)
         sees = visible.who_sees_whom(queries, flat)
@@ -93,25 +94,35 @@ class _Steps:
         return self._pieces[self._cut.me][self._schedule[step][1]][0] - self._cut.mine[0]
 
     def _start(self, target: int | None, blocks: Sequence[Any], giver: int | None, keys: Interval) -> list[Exchange]:
+        """Both tensors on their way, where they are equally wide in one message."""
+        shapes = [(*whole[:2], keys[1] - keys[0], whole[3]) for whole in self._shapes]
+        if shapes[0] == shapes[1]:
+            shapes = [(2 * shapes[0][0], *shapes[0][1:])]
+            blocks = [_platform.cat(list(blocks))] if target is not None else blocks[:1]
         started = []
-        for block, whole in zip(blocks, self._shapes, strict=True):
+        for block, shape in zip(blocks, shapes, strict=True):
             parts: list[Any] = [None] * self._cut.num_ranks
-            shapes: list[Shape | None] = [None] * self._cut.num_ranks
+            expected: list[Shape | None] = [None] * self._cut.num_ranks
             if target is not None:
                 parts[target] = block
             if giver is not None:
-                shapes[giver] = (*whole[:2], keys[1] - keys[0], whole[3])
-            started.append(self._cut.exchange(parts, shapes, block))
+                expected[giver] = shape
+            started.append(self._cut.exchange(parts, expected, block))
         return started
 
 
-_SMALLEST_PIECE = 128  # tokens
+_SMALLEST_PIECE = 256  # tokens; kernels take much longer over fewer keys
 
 
-def _num_pieces(intervals: tuple[Interval, ...], queries: Queries) -> int:
-    """In how many pieces keys travel: in flight are then parts of blocks only. Swapped halves meet halves."""
-    most = 2 if any(len(mine) > 1 for mine in queries) else 8
-    return max(1, min(most, max(stop - start for start, stop in intervals) // _SMALLEST_PIECE))
+def _num_pieces(intervals: tuple[Interval, ...], queries: Queries, visible: Visibility) -> int:
+    """In how many pieces keys travel: in flight are then parts of blocks only.
+
+    Two at least where ranks have a stretch from the front and one from the back, of which some ranks see one only.
+    """
+    most = 2 if len(intervals) == 2 or any(len(mine) > 1 for mine in queries) else 4
+    longest = max(stop - start for start, stop in intervals)
+    least = 2 if visible.has_positions and longest > 1 else 1
+    return max(least, min(most, longest // _SMALLEST_PIECE))
 
 
 def _pieces_of(interval: Interval, count: int) -> tuple[Interval, ...]:
@@ -129,8 +140,11 @@ def _came(started: list[Exchange] | None) -> tuple[Any, ...]:
     """The two tensors that came, if any."""
     if started is None:
         return ()
-    found = [[part for part in exchange.wait() if part is not None] for exchange in started]
-    return tuple(part for parts in found for part in parts)
+    found = [part for exchange in started for part in exchange.wait() if part is not None]
+    if len(found) == 1:
+        rows = found[0].shape[0] // 2
+        return found[0].narrow(0, 0, rows), found[0].narrow(0, rows, rows)
+    return tuple(found)
 
 
 class _Ring(_platform.Function):  # type: ignore[name-defined]
@@ -181,11 +195,10 @@ def _backward(ctx: Any, gradient: Any) -> Any:
             del found
         if step == 0:
             totals = list(parts)
-        arrived = ()
         at_home(step - 1)
-        going_home = steps.send_home(step, parts)
-        del parts
         arrived = _came(started)
+        going_home = steps.send_home(step, parts)
+        del parts, started
     at_home(steps.num_steps - 1)
     of_key, of_value = (_typed(total, like) for total, like in zip(totals, (key, value), strict=True))
     of_sinks = gradients.of_sinks(sinks[0]) if sinks else None

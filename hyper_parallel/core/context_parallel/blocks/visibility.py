@@ -118,6 +118,11 @@ class Visibility:
         return lengths.pop() if lengths else None
 
     @property
+    def has_positions(self) -> bool:
+        """Whether positions are given, which need not rise with the index."""
+        return self._given["positions"] is not None
+
+    @property
     def only_index(self) -> bool:
         """Whether who sees whom follows from the indices alone."""
         return self.function is None and all(value is None for value in self._given.values())
