@@ -64,7 +64,7 @@ def _hugging_face(path: Path) -> ModelSource:
         data = json.loads(path.read_text())
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist; give a Hugging Face config.json, or the folder with one") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(data, dict) or "model_type" not in data:
         raise ValueError(f"{path} is not the config of a Hugging Face model: it has no 'model_type'")
@@ -86,8 +86,9 @@ def _model_of_config(data: dict[str, Any], where: str) -> Any:
         config = transformers.AutoConfig.for_model(data["model_type"], **known)
         kind = getattr(transformers, (data.get("architectures") or [""])[0], None)
         return kind(config) if kind is not None else transformers.AutoModelForCausalLM.from_config(config)
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{where}: transformers cannot build this model: {error}") from error
+    except Exception as error:  # its configs and models check themselves, each in its own way
+        said = " ".join(str(error).split())
+        raise ValueError(f"{where}: transformers cannot build this model: {said}") from error
 
 
 # ---------------------------------------------------------------- a user's own
@@ -97,7 +98,7 @@ def _load_function(text: str) -> Callable[..., Any]:
     module_name, _, function_name = text.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
+    except (ImportError, ValueError) as error:
         raise ValueError(f"{text!r}: the module {module_name!r} cannot be imported: {error}") from error
     function = getattr(module, function_name, None)
     if not callable(function):

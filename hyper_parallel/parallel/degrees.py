@@ -12,6 +12,7 @@ from typing import Any
 __all__ = ["AXES", "REST", "Degrees", "as_degrees"]
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # of the mesh, outermost first
+MOST_RANKS = 1_000_000
 REST = "rest"  # whatever the others leave of the world
 _MOST_SUGGESTIONS = 4
 
@@ -38,6 +39,8 @@ class Degrees:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 allowed = "a whole number from 1" if name == "ep" else f"a whole number from 1, or {REST!r}"
                 raise ValueError(f"degrees: {name}={value!r} must be {allowed}")
+            if value > MOST_RANKS:
+                raise ValueError(f"degrees: {name}={value} must be at most {MOST_RANKS:,} ranks")
         resting = [name for name in AXES if getattr(self, name) == REST]
         if len(resting) > 1:
             raise ValueError(
@@ -46,6 +49,8 @@ class Degrees:
 
     def fit(self, world_size: int) -> Degrees:
         """The same with a number for each axis, whose product is ``world_size``; an error with what would fit."""
+        if world_size > MOST_RANKS:
+            raise ValueError(f"degrees {self}: a world has at most {MOST_RANKS:,} ranks, got {world_size}")
         resting = [name for name in AXES if getattr(self, name) == REST]
         fixed = math.prod(getattr(self, name) for name in AXES if name not in resting)
         if (resting and world_size % fixed) or (not resting and fixed != world_size):

@@ -67,8 +67,12 @@ def _hugging_face(config: ModelConfig) -> Any:
         ) from None
     path = Path(str(config.hugging_face))
     values = json.loads((path / "config.json" if path.is_dir() else path).read_text())
-    kind = transformers.AutoConfig.for_model(values.pop("model_type"), **{**values, **config.args})
-    return transformers.AutoModelForCausalLM.from_config(kind)
+    try:
+        kind = transformers.AutoConfig.for_model(values.pop("model_type"), **{**values, **config.args})
+        return transformers.AutoModelForCausalLM.from_config(kind)
+    except Exception as error:  # its configs and models check themselves, each in its own way
+        said = " ".join(str(error).split())
+        raise ValueError(f"model.hugging_face: transformers cannot build the model of '{path}': {said}") from None
 
 
 def give_values(run: Parallel, config: ModelConfig, seed: int) -> None:

@@ -267,7 +267,17 @@ def test_a_model_without_a_loss():
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("{", "is not JSON"), ("[]", "has no 'model_type'"), ('{"model_type": "nothing"}', "transformers cannot build")],
+    [
+        ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ("[]", "has no 'model_type'"),
+        ('{"model_type": "nothing"}', "transformers cannot build"),
+        (
+            '{"model_type": "llama", "hidden_size": "x"}',
+            "transformers cannot build this model: .*hidden_size.* got str",
+        ),
+        ('{"model_type": "llama", "num_attention_heads": 0}', "transformers cannot build this model: "),
+    ],
 )
 def test_broken_configs(text, said, tmp_path):
     (tmp_path / "config.json").write_text(text)

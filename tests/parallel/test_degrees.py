@@ -39,6 +39,8 @@ def test_spellings(degrees, world_size, sizes):
         (lambda: as_degrees("tp=two"), "tp='two' must be a whole number from 1, or 'rest'"),
         (lambda: as_degrees(tp=0), "tp=0 must be a whole number"),
         (lambda: as_degrees(tp=True), "tp=True must be a whole number"),
+        (lambda: as_degrees(tp=10**12), "tp=1000000000000 must be at most 1,000,000 ranks"),
+        (lambda: as_degrees("tp=2").fit(10**12), '"tp=2": a world has at most 1,000,000 ranks, got 1000000000000'),
         (lambda: as_degrees(tp=2.0), "tp=2.0 must be a whole number"),
         (lambda: as_degrees("tp=rest, cp=rest"), "cp and tp are both 'rest'"),
         (lambda: as_degrees("ep=rest"), "ep='rest' must be a whole number from 1$"),
