@@ -77,12 +77,12 @@ class Run:
             os.killpg(self.process.pid, signal.SIGKILL)  # Its ranks die with it.
         self.process.communicate()
 
-    def end(self, timeout=90.0):
+    def end(self, timeout=240.0):
         """Wait for its end: (status, output, errors)."""
         out, err = self.process.communicate(timeout=timeout)
         return self.process.returncode, out, err
 
-    def wait_for(self, what, timeout=60.0):
+    def wait_for(self, what, timeout=240.0):
         """Wait until ``what()`` is true; its value."""
         end = time.monotonic() + timeout
         while not (found := what()):

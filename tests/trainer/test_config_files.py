@@ -26,6 +26,32 @@ def _mistakes(text, *sets):
     return [str(mistake) for mistake in raised.value.mistakes]
 
 
+ODD = {
+    "a number of 5000 digits": (f"[train.x]\nx = {'9' * 5000}\n", "7: is not TOML: Exceeds the limit (4300 digits)"),
+    "a folder with a name that no folder has": (
+        '[log]\nfolder = "a\\u0000b"\n',
+        '7: log.folder: must be a text without NUL, got "a\\u0000b"',
+    ),
+    "a path that is too long": (
+        f'[checkpoint]\nresume = "{"x" * 300}"\n',
+        "7: checkpoint.resume: must be 'auto', 'never' or the folder of a checkpoint, got 'xxx",
+    ),
+    "a folder that is a file": ('[log]\nfolder = "run.toml"\n', "7: log.folder: must be a folder that can be made; '/"),
+    "a folder below a file": (
+        '[checkpoint]\nfolder = "run.toml/a/b"\n',
+        "7: checkpoint.folder: must be a folder that can be made; '/",
+    ),
+    "a key with a line in it": ('[parallel]\n"a\\nb" = 3\n', '7: parallel."a\\nb": no such key; the keys of'),
+}
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_odd_values(case):
+    added, said = ODD[case]
+    (found,) = _mistakes(GOOD + added)
+    assert found.startswith(f"run.toml:{said}")
+
+
 DEEP = "has tables or lists in each other, more than 32 deep"
 UNREADABLE = {
     "bytes": (b"[train]\n\xff", "run.toml: cannot be read: byte 0xff in line 2 is no UTF-8; save it as UTF-8"),

@@ -145,7 +145,7 @@ def _unknown(key: Key, kind: type[Section]) -> Finding | None:
     return Finding(key, f"no such key; {hint}", frozenset([key]), meant)
 
 
-def _meant_elsewhere(name: str, kind: type[Section]) -> Key | None:
+def _meant_elsewhere(name: str, kind: Any) -> Key | None:
     """The first key of another section that is called so, or nearly so."""
     names = list(dict.fromkeys(str(key[-1]) for key in _all_keys(kind)))
     found = [name] if name in names else difflib.get_close_matches(name, names, 1, cutoff=0.8)
@@ -153,11 +153,11 @@ def _meant_elsewhere(name: str, kind: type[Section]) -> Key | None:
 
 
 @cache
-def _all_keys(kind: type[Section], at: Key = ()) -> tuple[Key, ...]:
+def _all_keys(kind: Any, at: Key = ()) -> tuple[Key, ...]:
     found: list[Key] = []
     for name in Shape(kind).names:
         found.append((*at, name))
-        inner = Shape(kind).at(name).section
+        inner: Any = Shape(kind).at(name).section
         if inner is not None and len(at) < 2:
             found += _all_keys(inner, (*at, name))
     return tuple(found)

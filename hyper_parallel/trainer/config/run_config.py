@@ -105,6 +105,9 @@ class RunConfig(Section):
                 ("checkpoint.keep_every", "checkpoint.every"),
                 f"must be a multiple of every = {every}, got {stays}: no checkpoint would be of such a step",
             )
+        for key, path in (("log.folder", self.log.folder), ("checkpoint.folder", self.checkpoint.folder)):
+            if path is not None and (what := _why_no_folder(path)):
+                yield Problem((key,), what)
         resume = self.checkpoint.resume
         if resume not in (AUTO, NEVER) and not os.path.isdir(resume):
             yield Problem(
@@ -166,3 +169,15 @@ class RunConfig(Section):
             yield Problem(
                 ("train.microbatches", *keys), f"does not fit schedule = {schedule!r}: {refused}, got {given}"
             )
+
+
+def _why_no_folder(path: str) -> str:
+    """Why files cannot be written below a folder, which need not be there yet; "" if they can."""
+    place = os.path.abspath(path)
+    while not os.path.lexists(place):
+        place = os.path.dirname(place)
+    if not os.path.isdir(place):
+        return f"must be a folder that can be made; '{place}' is no folder"
+    return (
+        "" if os.access(place, os.W_OK | os.X_OK) else f"must be a folder to write to; '{place}' may not be written to"
+    )

@@ -37,7 +37,8 @@ class Shape:
         if isinstance(name, int):
             items = [get_args(kind) for kind in self._choices if _is_a(kind, Sequence)]
             return Shape(items[0][0] if items and items[0] else None)
-        return Shape(_hints(self.section).get(name) if self.section is not None else None)
+        section: Any = self.section
+        return Shape(_hints(section).get(name) if section is not None else None)
 
 
 def _choices(annotation: Any) -> tuple[Any, ...]:
