@@ -117,11 +117,11 @@ _SMALLEST_PIECE = 256  # tokens; kernels take much longer over fewer keys
 def _num_pieces(intervals: tuple[Interval, ...], queries: Queries, visible: Visibility) -> int:
     """In how many pieces keys travel: in flight are then parts of blocks only.
 
-    Two at least where ranks have a stretch from the front and one from the back, of which some ranks see one only.
+    Two at least where coordinates say who sees whom: in zigzag order some ranks see the first half of a block only.
     """
     most = 2 if len(intervals) == 2 or any(len(mine) > 1 for mine in queries) else 4
     longest = max(stop - start for start, stop in intervals)
-    least = 2 if visible.has_positions and longest > 1 else 1
+    least = 2 if not visible.only_index and longest > 1 else 1
     return max(least, min(most, longest // _SMALLEST_PIECE))
 
 

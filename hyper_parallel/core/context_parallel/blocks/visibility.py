@@ -118,11 +118,6 @@ class Visibility:
         return lengths.pop() if lengths else None
 
     @property
-    def has_positions(self) -> bool:
-        """Whether positions are given, which need not rise with the index."""
-        return self._given["positions"] is not None
-
-    @property
     def only_index(self) -> bool:
         """Whether who sees whom follows from the indices alone."""
         return self.function is None and all(value is None for value in self._given.values())
@@ -294,17 +289,16 @@ class Visibility:
             tiles.append((tile, relation))
         return tiles
 
-    def see(self, queries: Sequence[Interval], keys: Sequence[Interval]) -> bool:
-        """Whether any of the queries may see any of the keys."""
-        return any(self.relation(mine, theirs) != NONE for mine in queries for theirs in keys)
-
     def who_sees_whom(
         self, queries: tuple[tuple[Interval, ...], ...], keys: tuple[Interval, ...]
     ) -> tuple[tuple[bool, ...], ...]:
         """For each rank's queries whether they may see each rank's keys; remembered."""
         asked = (queries, keys)
         if asked not in self.known:
-            self.known[asked] = tuple(tuple(self.see(mine, (theirs,)) for theirs in keys) for mine in queries)
+            self.known[asked] = tuple(
+                tuple(any(self.relation(mine, theirs) != NONE for mine in of_rank) for theirs in keys)
+                for of_rank in queries
+            )
         return self.known[asked]
 
     def _runs(self, interval: Interval, of_queries: bool) -> list[int]:
