@@ -79,9 +79,10 @@ class _Reader:
         for attribute, value in own.items():
             place = f"{name}[{attribute!r}]"
             if "hook" in attribute and (value is None or isinstance(value, dict)):
-                self._parts.append(f"(*({place} or {{}}).values(),)")
+                if "state_dict" not in attribute and not attribute.endswith(("_kwargs", "_called")):
+                    self._parts.append(f"(*{place}.values(),) if {place} else 0")
             elif attribute in _CHILDREN:
-                self._parts.append(f"(*{place}.values(),)")
+                self._parts.append(f"(*{place}.values(),) if {place} else 0")
             elif attribute not in accounts and attribute not in _TABLES:
                 self._read_value(place, value)
                 if isinstance(value, types.FunctionType) and not _is_of_library(value):
