@@ -163,11 +163,13 @@ def _backend(compile: bool | str) -> str | None:
     """How blocks are lowered; None: they run by dispatch."""
     if compile is False or compile is None:
         return None
-    if compile is True:
-        return "inductor"
-    if compile not in BACKENDS:
+    backend = "inductor" if compile is True else compile
+    if backend not in BACKENDS:
         raise ValueError(f"parallelize: compile is False, True, 'local' or 'inductor', got {compile!r}")
-    return compile
+    refused = _platform.why_no_backend(backend)
+    if refused is not None:
+        raise ValueError(f"parallelize: compile={backend!r}: {refused}")
+    return backend
 
 
 def _precision(given: Any) -> MixedPrecisionPolicy | None:

@@ -12,7 +12,7 @@ from mindspore import Tensor, mint, nn, ops
 import hyper_parallel as hp
 from hyper_parallel.core.lowering.foreign_hooks import find_foreign_hook
 from tests.tensor_parallel.llama_training import SIZES, whole
-from tests.world import run_on_ranks
+from tests.world import run_on_ranks, small_or_sweep
 
 TIMEOUT = 300.0
 CASES = [
@@ -61,35 +61,48 @@ def _block(tensor):
 
 
 def train(degrees, options, length, compile):
-    """Losses, all gradients and weights of three steps of AdamW on other batches."""
+    """Losses, all gradients and weights of three steps of AdamW on other batches; ``degrees`` None: on one device."""
     options = dict(options)
     sizes = {"hidden_dim": options.pop("hidden_dim")} if "hidden_dim" in options else {}
     model = _model(**sizes)
     hp.manual_seed(5)
-    run = hp.parallelize(model, degrees, compile=compile, **options)
-    run.materialize()
-    weights = list(run.parameters())
+    run = None
+    if degrees is not None:
+        run = hp.parallelize(model, degrees, compile=compile, **options)
+        run.materialize()
+    else:
+        hp.materialize(model)
+    weights = model.trainable_params()
     optimizer, seen = _AdamW(weights), []
-    mine = run.mine(range(4))
+    mine = range(4) if run is None else run.mine(range(4))
     for step in range(3):
         ids, labels = (Tensor(one[mine.start : mine.stop]) for one in _batch(step, length))
-        seen.append(run.forward_backward(ids, labels).asnumpy().copy())
+        if run is None:
+            loss = model(ids, labels)
+            hp.backward(loss)
+        else:
+            loss = run.forward_backward(ids, labels)
+        seen.append(loss.asnumpy().copy())
         gradients = [hp.grad_of(one) for one in weights]
         seen += [whole(one) for one in gradients]
         optimizer.step(gradients)
         hp.zero_grad(weights)
-    return [*seen, *(whole(one) for one in weights)], run.lowering
+    return [*seen, *(whole(one) for one in weights)], None if run is None else run.lowering
 
 
+@pytest.mark.parametrize("case", small_or_sweep(range(len(CASES)), range(SMALL)))
 @run_on_ranks(2, timeout=TIMEOUT)
-def test_llama_trains_as_by_dispatch(sweep):
-    for degrees, options, length in CASES if sweep else CASES[:SMALL]:
-        want, _ = train(degrees, options, length, False)
-        got, lowering = train(degrees, options, length, "local")
+def test_llama_trains_as_by_dispatch_and_on_one_device(case):
+    degrees, options, length = CASES[case]
+    by_dispatch, _ = train(degrees, options, length, False)
+    got, lowering = train(degrees, options, length, "local")
+    sizes = {name: value for name, value in options.items() if name == "hidden_dim"}
+    for want, nearly in ((by_dispatch, 2e-5), (train(None, sizes, length, False)[0], 2e-4)):
         for one, other in zip(got, want, strict=True):
-            np.testing.assert_allclose(one, other, rtol=0, atol=2e-5 * max(1e-3, np.abs(other).max()), err_msg=degrees)
-        counts = [region.num_calls["lowered"] for region in lowering.regions.values()]
-        assert not lowering.refusals and all(counts), lowering
+            limit = nearly * max(1e-3, np.abs(other).max())
+            np.testing.assert_allclose(one, other, rtol=0, atol=limit, err_msg=degrees)
+    counts = [region.num_calls["lowered"] for region in lowering.regions.values()]
+    assert not lowering.refusals and all(counts), lowering
 
 
 class Layer(nn.Cell):
@@ -229,5 +242,9 @@ def test_mistakes():
         ValueError, match=r"backend='inductor': it compiles programs of PyTorch; on MindSpore use backend"
     ):
         hp.lower(nn.SequentialCell(nn.Dense(2, 2)), "0", backend="inductor")
+    with pytest.raises(
+        ValueError, match=r"parallelize: compile='inductor': it compiles programs of PyTorch; on MindSpor"
+    ):
+        hp.parallelize(nn.SequentialCell(nn.Dense(2, 2)), compile=True)
     why = find_foreign_hook(nn.SequentialCell(OwnGradient()))
     assert why is not None and why.startswith("0 has a bprop of its own")
