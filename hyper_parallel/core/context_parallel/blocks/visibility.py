@@ -85,15 +85,12 @@ class Visibility:
         self.left, self.right = _window_limits(window)
         if self.causal:
             self.right = 0 if self.right is None else min(self.right, 0)
-        self.function = function
-        self.offset = int(offset)
+        self.function, self.offset = function, int(offset)
         self._given = {"documents": documents, "positions": positions, "valid": valid}
         for name, value in self._given.items():
             if value is not None and getattr(value, "ndim", 0) not in (1, 2):
-                raise ValueError(
-                    f"Visibility: {name} must be of shape (tokens,) or (batch, tokens), got "
-                    f"{tuple(value.shape) if hasattr(value, 'shape') else value!r}"
-                )
+                got = tuple(value.shape) if hasattr(value, "shape") else repr(value)
+                raise ValueError(f"Visibility: {name} must be of shape (tokens,) or (batch, tokens), got {got}")
         self._first_row = 0
         self._extents: dict[tuple[Interval, bool], _Extent] = {}
         self._parts: dict[tuple[int, int], Visibility] = {}
