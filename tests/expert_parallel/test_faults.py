@@ -40,7 +40,7 @@ def _lose_rank_2() -> None:
     text = rf"experts, [\w' ]+ over ep=3 \(ranks 0, 1, 2\): communication failed on rank \d: {gone}"
     with pytest.raises(RuntimeError, match=text):
         for _ in range(3):
-            hp.experts(tokens, chosen, weights, weight, weight, activation=dies)
+            hp.experts(tokens, chosen, weights, weight, weight, activation=dies, beside=lambda: None)
     os._exit(TOLD)
 
 

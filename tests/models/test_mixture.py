@@ -133,7 +133,7 @@ def _without_the_library(model):
     """Let the experts be a loop, and count choices by a hook; the counts by block."""
     counts = {}
 
-    def loop(module, tokens, chosen, weights, weigh_inputs=False):
+    def loop(module, tokens, chosen, weights, weigh_inputs=False, beside=None):
         done = torch.zeros_like(tokens)
         for choice in range(chosen.shape[1]):
             for expert in range(module.num_experts):
@@ -143,7 +143,7 @@ def _without_the_library(model):
                 inner = torch.nn.functional.silu(given @ module.gate[expert].T) * (given @ module.up[expert].T)
                 made = inner @ module.down[expert].T
                 done = done.index_add(0, rows, made if weigh_inputs else made * factor)
-        return done
+        return done if beside is None else (done, beside())
 
     def count(number):
         def hook(module, args, outputs):

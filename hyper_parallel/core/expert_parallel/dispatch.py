@@ -7,14 +7,14 @@ once the counts, 8 bytes for each pair of a rank and an expert.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from hyper_parallel.core.dtensor.comm_recorder import attributed
 from hyper_parallel.core.expert_parallel.expert_places import ExpertPlaces
 from hyper_parallel.core.expert_parallel.expert_weights import ExpertWeights
-from hyper_parallel.core.expert_parallel.in_flight import travel_in_turns
+from hyper_parallel.core.expert_parallel.in_flight import depart
 from hyper_parallel.core.expert_parallel.row_counts import RowCounts, balanced, read_counts
 from hyper_parallel.core.expert_parallel.token_order import TokenOrder
 from hyper_parallel.core.modules.meeting_point import coordinator_in_force
@@ -56,9 +56,9 @@ class Exchange:
         """Rows by expert to the ranks of the experts. forward: all-to-all; backward: the all-to-all back."""
         return travel(DISPATCH, rows, self.sent, self.received, self.places)
 
-    def back(self, rows: Any) -> Any:
+    def back(self, rows: Any, beside: Callable[[], Any] | None = None) -> Any:
         """Results to where the rows came from. forward: all-to-all; backward: the all-to-all there."""
-        return travel(COMBINE, rows, self.received, self.sent, self.places)
+        return travel(COMBINE, rows, self.received, self.sent, self.places, beside)
 
     def received_order(self) -> tuple[TokenOrder, RowCounts]:
         """What is received comes by rank and then by expert: its order by expert, and the rows of each."""
@@ -78,14 +78,28 @@ def gathered(counts: Any, places: ExpertPlaces) -> Any:
         )
 
 
-def travel(what: str, rows: Any, sent: list[int], received: list[int], places: ExpertPlaces) -> Any:
-    """``sent[r]`` rows to rank r of the group. forward: all-to-all; backward: the all-to-all back."""
+def travel(
+    what: str,
+    rows: Any,
+    sent: list[int],
+    received: list[int],
+    places: ExpertPlaces,
+    beside: Callable[[], Any] | None = None,
+) -> Any:
+    """``sent[r]`` rows to rank r of the group. forward: all-to-all; backward: the all-to-all back.
+
+    ``beside()`` is called while they are on their way, and its backward runs while their gradients are; not where
+    another micro-batch computes then.
+    """
     coordinator = coordinator_in_force()
     with _naming(what, places):
-        if coordinator is not None:
-            hooks = _HOOKS[what]
-            return attributed(what, travel_in_turns, rows, sent, received, places.group, coordinator, hooks)
-        return attributed(what, _platform.differentiable_all_to_all_single, rows, sent, received, places.group)
+        if coordinator is None and beside is None:
+            return attributed(what, _platform.differentiable_all_to_all_single, rows, sent, received, places.group)
+        arrive = attributed(what, depart, rows, sent, received, places.group, coordinator, _HOOKS[what])
+    if coordinator is None and beside is not None:
+        beside()
+    with _naming(what, places):
+        return arrive()
 
 
 @contextmanager
@@ -97,8 +111,10 @@ def _naming(what: str, places: ExpertPlaces) -> Iterator[None]:
         raise RuntimeError(f"experts, {what} over {places}: {error}") from error
 
 
-def on_their_ranks(rows: Any, exchange: Exchange, of: ExpertWeights) -> Any:
+def on_their_ranks(rows: Any, exchange: Exchange, of: ExpertWeights, beside: Callable[[], Any] | None = None) -> Any:
     """What the experts, of which this rank has a block, give for rows that are ordered by key.
+
+    ``beside()`` is called while results travel back.
 
     forward and backward: all-to-all there and back.
     """
@@ -106,4 +122,4 @@ def on_their_ranks(rows: Any, exchange: Exchange, of: ExpertWeights) -> Any:
     by_expert, counts = exchange.received_order()
     results = of(by_expert.moved(arrived), counts)
     results = by_expert.restored(results).reshape(exchange.num_received, results.shape[-1])
-    return exchange.back(results)
+    return exchange.back(results, beside)

@@ -15,17 +15,19 @@ class _Options(threading.local):
     """Of a rank, which is a thread where all are in one process."""
 
     once_per_rank = False
+    overlaps = True
 
 
 dispatch_options = followed_by_threads(_Options())
 
 
 @contextmanager
-def dispatching(once_per_rank: bool) -> Iterator[None]:
-    """Inside, rows travel once for each rank that has an expert of theirs, or once for each expert."""
-    before = dispatch_options.once_per_rank
-    dispatch_options.once_per_rank = once_per_rank
+def dispatching(once_per_rank: bool = False, overlaps: bool = True) -> Iterator[None]:
+    """Inside, rows travel once for each rank that has an expert of theirs, or once for each expert; with ``overlaps``
+    what is given as ``beside`` is computed while results travel back."""
+    before = dispatch_options.once_per_rank, dispatch_options.overlaps
+    dispatch_options.once_per_rank, dispatch_options.overlaps = once_per_rank, overlaps
     try:
         yield
     finally:
-        dispatch_options.once_per_rank = before
+        dispatch_options.once_per_rank, dispatch_options.overlaps = before

@@ -44,6 +44,7 @@ def experts(
     weigh_inputs: bool = False,
     way: str = "auto",
     capacity_factor: float | None = None,
+    beside: Callable[[], Any] | None = None,
 ) -> Any:
     """The sum over each token's choices of weight times what the chosen expert gives: (tokens, features).
 
@@ -67,6 +68,9 @@ def experts(
     same bits. Every weight gets a gradient, zeros where no token came. Weights are multiplied in the wider dtype of
     ``top_k_weights`` and ``hidden``; the result has ``hidden``'s.
 
+    With ``beside`` it gives (that sum, ``beside()``): what is computed there, such as an expert that every token has,
+    is computed while results travel back, and its backward while their gradients do.
+
     >>> import torch
     >>> from hyper_parallel.core.expert_parallel.experts_op import experts
     >>> tokens, both = torch.eye(2), torch.stack([torch.eye(2), 10 * torch.eye(2)])
@@ -79,16 +83,21 @@ def experts(
         _several(up), down, activation, None if up_bias is None else _several(up_bias), down_bias, is_transposed
     )
     _check(hidden, top_k_index, top_k_weights, of)
-    call = _Call(weigh_inputs, capacity_factor)
+    found: list[Any] = []
+    call = _Call(weigh_inputs, capacity_factor, None if beside is None else lambda: found.append(beside()))
     distributed = [isinstance(tensor, DTensor) for tensor in of.tensors]
     if _is_on_whole_tensors(of) or not any((*distributed, isinstance(hidden, DTensor))):
-        return _run(hidden, top_k_index, top_k_weights, of, call)
-    if not all(distributed):
+        result = _run(hidden, top_k_index, top_k_weights, of, call)
+    elif all(distributed):
+        result = _on_layouts(hidden, top_k_index, top_k_weights, of, call, way)
+    else:
         raise ValueError(
             "experts: tokens or some of the weights are distributed, and other weights are plain tensors; distribute "
             "them too, distribute_tensor(weight, mesh, [Shard(0)]) for a block of the experts on each rank"
         )
-    return _on_layouts(hidden, top_k_index, top_k_weights, of, call, way)
+    if beside is None:
+        return result
+    return result, found[0] if found else beside()
 
 
 def _is_on_whole_tensors(of: ExpertWeights) -> bool:
@@ -122,8 +131,13 @@ class _Call:
 
     weigh_inputs: bool
     capacity_factor: float | None
+    beside: Callable[[], Any] | None = None  # what runs while results travel back
     places: ExpertPlaces | None = None  # None: all experts are here
     travels: bool = False  # to the experts of other ranks, or only to those of this one
+
+    @property
+    def overlapped(self) -> Callable[[], Any] | None:
+        return self.beside if dispatch_options.overlaps else None
 
 
 def _run(hidden: Any, index: Any, weights: Any, of: ExpertWeights, call: _Call) -> Any:
@@ -140,7 +154,8 @@ def _run(hidden: Any, index: Any, weights: Any, of: ExpertWeights, call: _Call) 
         def local(tokens: Any, keys: Any, weights: Any, counts: list[int]) -> Any:
             return _on_some(tokens, keys.reshape(-1), weights, of, places.mine, call, counts)
 
-        return _platform.tensor_type_cast(once_per_rank(hidden, keys, weights, places, local), hidden.dtype)
+        sums = once_per_rank(hidden, keys, weights, places, local, call.overlapped)
+        return _platform.tensor_type_cast(sums, hidden.dtype)
     if places is not None and not call.travels:
         return _on_some(hidden, keys, weights, of, places.mine, call, None)
     if places is None:
@@ -148,7 +163,7 @@ def _run(hidden: Any, index: Any, weights: Any, of: ExpertWeights, call: _Call) 
         return _combined(hidden, weights, order, call, lambda rows: of(rows, order.counts))
     exchange = remembered(lambda: Exchange(places, TokenOrder(keys, num_choices, num_experts, drops)))
     order = exchange.order
-    return _combined(hidden, weights, order, call, lambda rows: on_their_ranks(rows, exchange, of))
+    return _combined(hidden, weights, order, call, lambda rows: on_their_ranks(rows, exchange, of, call.overlapped))
 
 
 def _on_some(

@@ -1,4 +1,6 @@
-"""Rows that are under way while another micro-batch computes: an all-to-all cut in two, with a hook in between.
+"""Rows that are under way while something else computes: an all-to-all cut in two.
+
+Between the two runs what the caller computes, or another micro-batch, which has its turn at a hook:
 
     forward        A | launch | B | wait        (C and D of the combine)
     backward       B | launch | A | wait
@@ -9,13 +11,13 @@ not come yet is kept aside: in between, autograd carries a tensor of the right s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.shared.coordinator import HookCoordinator
 
-__all__ = ["travel_in_turns"]
+__all__ = ["depart"]
 
 _platform = get_platform()
 
@@ -24,7 +26,7 @@ class _Flight:
     """One all-to-all there, and the one back in backward; ``hooks`` are those before and behind it."""
 
     def __init__(
-        self, sent: Sequence[int], received: Sequence[int], group: Any, coordinator: HookCoordinator, hooks: str
+        self, sent: Sequence[int], received: Sequence[int], group: Any, coordinator: HookCoordinator | None, hooks: str
     ) -> None:
         self._splits, self._group = (list(sent), list(received)), group
         self._coordinator, self._hooks = coordinator, hooks
@@ -48,6 +50,8 @@ class _Flight:
         return buffer
 
     def _meet(self, is_back: bool, hook: str) -> None:
+        if self._coordinator is None:
+            return
         forward = "recompute" if _platform.runs_in_backward() else "forward"
         self._coordinator.rendezvous(hook, "backward" if is_back else forward)
 
@@ -81,12 +85,20 @@ class _Arrive(_platform.Function):  # type: ignore[name-defined]
         return gradient, None
 
 
-def travel_in_turns(
-    rows: Any, sent: Sequence[int], received: Sequence[int], group: Any, coordinator: HookCoordinator, hooks: str
-) -> Any:
-    """``sent[r]`` rows to rank r of the group, under way while the other thread of the pair has its turn.
+def depart(
+    rows: Any,
+    sent: Sequence[int],
+    received: Sequence[int],
+    group: Any,
+    coordinator: HookCoordinator | None = None,
+    hooks: str = "",
+) -> Callable[[], Any]:
+    """Start sending ``sent[r]`` rows to rank r of the group; a function that waits, once, and gives what has come.
 
-    forward: all-to-all; backward: the all-to-all back.
+    With a coordinator the other thread of the pair has its turn in between.
+
+    forward: all-to-all launched, awaited by the function; backward: the one back launched there, awaited here.
     """
     flight = _Flight(sent, received, group, coordinator, hooks)
-    return _Arrive.apply(_Depart.apply(rows, flight), flight)
+    under_way = _Depart.apply(rows, flight)
+    return lambda: _Arrive.apply(under_way, flight)

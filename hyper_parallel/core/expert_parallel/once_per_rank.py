@@ -24,9 +24,16 @@ _platform = get_platform()
 
 
 def once_per_rank(
-    hidden: Any, keys: Any, weights: Any, places: ExpertPlaces, local: Callable[[Any, Any, Any, list[int]], Any]
+    hidden: Any,
+    keys: Any,
+    weights: Any,
+    places: ExpertPlaces,
+    local: Callable[[Any, Any, Any, list[int]], Any],
+    beside: Callable[[], Any] | None = None,
 ) -> Any:
     """The sum over each token's choices. ``local(tokens, keys, weights, counts)`` gives this rank's part of it.
+
+    ``beside()`` is called while the sums travel back.
 
     forward: all-gather of counts, all-to-all of tokens, keys and weights, all-to-all of the sums; backward: all-to-all
     of the gradients of sums, tokens and weights.
@@ -47,7 +54,7 @@ def once_per_rank(
 
     chosen = order.by_key(keys.reshape(-1, num_choices), of_tokens=True)
     arrived = there(order.ordered(hidden)), there(chosen), there(order.ordered(weights))
-    sums = travel(COMBINE, local(*arrived, counts), received, sent, places)
+    sums = travel(COMBINE, local(*arrived, counts), received, sent, places, beside)
     return order.restored(sums).sum(1)
 
 

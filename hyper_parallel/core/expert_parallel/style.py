@@ -17,6 +17,7 @@ from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Sh
 from hyper_parallel.core.expert_parallel.dispatch_options import dispatching
 from hyper_parallel.core.expert_parallel.module_experts import inner_dim, is_module_of_experts, use_operator
 from hyper_parallel.core.modules.module_parameters import distribute_parameter
+from hyper_parallel.core.tensor_parallel.single_device_code import map_tensors, to_full_plain
 from hyper_parallel.core.tensor_parallel.style_base import ParallelStyle, described
 from hyper_parallel.platform import get_platform
 
@@ -50,7 +51,7 @@ _DISPATCHERS: dict[str, Any] = {"all_to_all": AllToAllTokenDispatcher, "deredund
 class BaseExpertParallel(ParallelStyle):
     """What the styles of experts share; a subclass says how a parameter lies and which axes have the same tokens."""
 
-    once_per_rank = False
+    once_per_rank, async_combine = False, True
 
     @abstractmethod
     def placements(self, module: Any, name: str, mesh: DeviceMesh) -> tuple[Placement, ...]:
@@ -75,7 +76,7 @@ class BaseExpertParallel(ParallelStyle):
         alike, open_options = self.alike(device_mesh), []
 
         def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            open_options.append(dispatching(self.once_per_rank))
+            open_options.append(dispatching(self.once_per_rank, self.async_combine))
             open_options[-1].__enter__()
             if alike is None:
                 return None
@@ -84,9 +85,7 @@ class BaseExpertParallel(ParallelStyle):
 
         def after(_: Any, inputs: Any, output: Any) -> Any:
             open_options.pop().__exit__(None, None, None)
-            if alike is None or not isinstance(output, DTensor):
-                return None
-            return output.redistribute(output.device_mesh, output._layout.replicated()).to_local()
+            return None if alike is None else map_tensors(to_full_plain, output)
 
         _platform.register_forward_pre_hook(module, before, with_kwargs=True)
         _platform.register_forward_hook(module, after, always_call=True)
@@ -96,13 +95,13 @@ class BaseExpertParallel(ParallelStyle):
 class ExpertParallel(BaseExpertParallel):
     """A block of the experts on each rank of a mesh of one axis; tokens travel to them and back.
 
-    ``token_dispatcher`` is ``"all_to_all"`` or ``"deredundency"``. ``async_combine`` is taken for HyperParallel 1.0's
-    programs: what comes back is waited for where it is used.
+    ``token_dispatcher`` is ``"all_to_all"`` or ``"deredundency"``. With ``async_combine`` what the caller computes
+    ``beside`` the experts, as ``models.MoE`` its shared expert, is computed while results travel back; without, behind.
 
     forward: all-gather of counts, all-to-all there and back; backward: all-to-all there and back.
     """
 
-    def __init__(self, token_dispatcher: str = "all_to_all", async_combine: bool = False) -> None:
+    def __init__(self, token_dispatcher: str = "all_to_all", async_combine: bool = True) -> None:
         if token_dispatcher not in _DISPATCHERS:
             raise ValueError(
                 f"ExpertParallel: token_dispatcher={token_dispatcher!r} is none of {', '.join(map(repr, _DISPATCHERS))}"
@@ -116,7 +115,7 @@ class ExpertParallel(BaseExpertParallel):
         return (Shard(0),)
 
     def __repr__(self) -> str:
-        return described(self, token_dispatcher=self.token_dispatcher)
+        return described(self, token_dispatcher=self.token_dispatcher, async_combine=self.async_combine)
 
 
 class TensorParallel(BaseExpertParallel):

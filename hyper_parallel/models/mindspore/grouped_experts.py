@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common.initializer import Normal, initializer
 
@@ -32,10 +35,19 @@ class GroupedExperts(nn.Cell):
         self.up = Parameter(initializer(inner, (num_experts, hidden_dim, dim)), name="up")
         self.down = Parameter(initializer(outer, (num_experts, dim, hidden_dim)), name="down")
 
-    def construct(self, tokens: Tensor, chosen: Tensor, weights: Tensor, weigh_inputs: bool = False) -> Tensor:
+    def construct(
+        self,
+        tokens: Tensor,
+        chosen: Tensor,
+        weights: Tensor,
+        weigh_inputs: bool = False,
+        beside: Callable[[], Any] | None = None,
+    ) -> Any:
         """See :func:`hyper_parallel.core.expert_parallel.experts_op.experts`, which splits it over ranks."""
         up = (self.gate, self.up)
-        return experts(tokens, chosen, weights, up, self.down, activation=_swiglu, weigh_inputs=weigh_inputs)
+        return experts(
+            tokens, chosen, weights, up, self.down, activation=_swiglu, weigh_inputs=weigh_inputs, beside=beside
+        )
 
 
 def _swiglu(gate: Tensor, up: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ Its parts have the names of PyTorch's, and its numbers are the same; see the not
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -131,9 +132,10 @@ class MoE(nn.Cell):
             counts = self.batch.own(counts)
         if self._counts():
             self.tokens_per_expert.copy_(self.tokens_per_expert + counts)
-        mixed = self.experts(tokens, chosen, weights, self.config.score_before_experts)
+        beside = None if self.shared is None else functools.partial(self.shared, tokens)
+        mixed = self.experts(tokens, chosen, weights, self.config.score_before_experts, beside)
         if self.shared is not None:
-            mixed = mixed + self.shared(tokens)
+            mixed = mixed[0] + mixed[1]
         output = mixed.reshape(samples, length, dim)
         if not self.config.has_losses:
             return output

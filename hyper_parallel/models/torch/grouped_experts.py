@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -34,11 +37,18 @@ class GroupedExperts(nn.Module):
             nn.init.normal_(weight, std=0.02)
 
     def forward(
-        self, tokens: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, weigh_inputs: bool = False
-    ) -> torch.Tensor:
+        self,
+        tokens: torch.Tensor,
+        chosen: torch.Tensor,
+        weights: torch.Tensor,
+        weigh_inputs: bool = False,
+        beside: Callable[[], Any] | None = None,
+    ) -> Any:
         """See :func:`hyper_parallel.core.expert_parallel.experts_op.experts`, which splits it over ranks."""
         up = (self.gate, self.up)
-        return experts(tokens, chosen, weights, up, self.down, activation=_swiglu, weigh_inputs=weigh_inputs)
+        return experts(
+            tokens, chosen, weights, up, self.down, activation=_swiglu, weigh_inputs=weigh_inputs, beside=beside
+        )
 
 
 def _swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

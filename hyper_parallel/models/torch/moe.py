@@ -14,6 +14,7 @@ those of the whole micro-batch, and at the end of a step the buffer has the coun
 
 from __future__ import annotations
 
+import functools
 from contextlib import nullcontext
 from typing import Any
 
@@ -141,9 +142,10 @@ class MoE(nn.Module):
             counts = self.batch.own(counts)
         if self._counts():
             self.tokens_per_expert.add_(counts)
-        mixed = self.experts(tokens, chosen, weights, self.config.score_before_experts)
+        beside = None if self.shared is None else functools.partial(self.shared, tokens)
+        mixed = self.experts(tokens, chosen, weights, self.config.score_before_experts, beside)
         if self.shared is not None:
-            mixed = mixed + self.shared(tokens)
+            mixed = mixed[0] + mixed[1]
         output = mixed.reshape(samples, length, dim)
         if not self.config.has_losses:
             return output
