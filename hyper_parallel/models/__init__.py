@@ -19,7 +19,9 @@ _HOME_OF = {
     "MixtureLoss": "mixture_loss",
     "MoEConfig": "moe_config",
     "expert_load": "expert_balance",
+    "llama_mapping": "hub_names",
     "llama_plan": "plan_of_llama",
+    "mixture_mapping": "hub_names",
     "mixture_plan": "plan_of_mixture",
     "update_expert_bias": "expert_balance",
 }
