@@ -23,9 +23,10 @@ def find_experts(model: Any, ep: int) -> dict[str, Any]:
     """The modules of experts, by path; an error if there are none, or some that the operator does not know."""
     modules = dict(_platform.get_cells_and_names(model))
     found = {path: module for path, module in modules.items() if is_module_of_experts(module)}
+    around = [path.rpartition(".")[0] for path in modules if path.endswith(".experts")]
     others = [
         path
-        for path in structure_of(model).mixtures
+        for path in dict.fromkeys((*structure_of(model).mixtures, *around))
         if path not in found and not any(is_below(one, path) for one in found)
     ]
     if others:

@@ -269,7 +269,7 @@ def build(name: str, dtype: torch.dtype = torch.float64, num_blocks: int = 2) ->
     model_class, config_class, sizes = {**CASES, **OTHERS, **MORE}[name]
     sizes = {**sizes, **{key: num_blocks for key in ("n_layer", "num_hidden_layers") if key in sizes}}
     config = getattr(transformers, config_class)(**sizes)
-    if "num_experts_per_tok" in sizes:
+    if any("experts" in key for key in sizes):
         config._experts_implementation = "eager"  # the grouped kernel has no float64
     torch.manual_seed(0)
     model = getattr(transformers, model_class)(config).to(dtype)
