@@ -250,8 +250,8 @@ def test_stages_of_a_pipeline(sweep):
     ranks, case = get_platform().get_world_size(), "without losses"
     want = on_one_device(case)
     degrees = "pp=2" if ranks == 2 else "pp=2, dp_shard=2, ep=2"
-    for recompute in (None, "full") if sweep else ("full",):
-        check(train(case, degrees, 4, recompute=recompute), want, in_stages=True)
+    for options in ({}, {"recompute": "full"}, {"schedule": "zb_h1"}) if sweep else ({"recompute": "full"},):
+        check(train(case, degrees, 4, **options), want, in_stages=True)
     with pytest.raises(ValueError, match=r"'blocks.1.moe' has auxiliary losses.*balance the experts by load_balance"):
         train("softmax", degrees, 4)
 
