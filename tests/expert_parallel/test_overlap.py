@@ -10,7 +10,7 @@ from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.checks.collective_observers import observers, wait_observers
 from hyper_parallel.testing import threads
 from tests.frameworks import on_mindspore, ours, theirs
-from tests.world import run_on_ranks
+from tests.world import run_on_ranks, small_or_sweep
 
 of_pytorch = pytest.mark.skipif(on_mindspore, reason="ranks of one process are PyTorch's")
 
@@ -47,7 +47,7 @@ def _tokens(seed=None):
 
 
 @of_pytorch
-@pytest.mark.parametrize("dispatcher", ["all_to_all", "deredundency"])
+@pytest.mark.parametrize("dispatcher", small_or_sweep(("all_to_all", "deredundency"), ["all_to_all"]))
 def test_the_shared_expert_runs_between_launch_and_wait(dispatcher):
     def work():
         moe, tokens, log = _mixture((2,), hp.ExpertParallel(dispatcher)), _tokens(), []
@@ -75,6 +75,7 @@ def test_the_shared_expert_runs_between_launch_and_wait(dispatcher):
         assert backward == [combine[0], "shared expert, backward", combine[2], *back]
 
 
+@pytest.mark.sweep("mindspore")
 @run_on_ranks(2)
 def test_the_same_bits_with_and_without():
     platform = get_platform()
@@ -100,6 +101,7 @@ def test_the_same_bits_with_and_without():
 
 
 @of_pytorch
+@pytest.mark.sweep
 def test_a_shared_expert_beside_experts_that_are_sharded_twice():
     def work():
         tokens = _tokens(get_platform().get_rank() // 2)  # the same along tp

@@ -153,6 +153,7 @@ np.save(sys.argv[4], how(sys.argv[2], sys.argv[3]).numpy())
 
 
 @pytest.mark.skipif(not on_mindspore, reason="the other framework")
+@pytest.mark.sweep("mindspore")
 @run_on_ranks(1, timeout=300)
 def test_mindspore_opens_and_writes_them_too(tmp_path):
     def by_pytorch(how, folder):
