@@ -268,6 +268,12 @@ def _share_parameters(model: Any, meshes: Meshes, policy: MixedPrecisionPolicy |
     data = meshes.data
     if data.size() == 1 and policy is None and not offload:
         return
+    for path, module in _platform.get_cells_and_names(model) if data.size() > 1 else ():
+        if _platform.is_embedding_module(module) and getattr(module, "max_norm", None) is not None:
+            raise ValueError(
+                f"parallelize: the embedding {path!r} has max_norm, which writes into its weight in forward: ranks "
+                "along the data axes would write other rows each. Leave it out, and scale the rows it gives"
+            )
     if data.size(meshes.parameter_axes) == 1 and data.size() > 1 and not offload:
         replicate(model, data, mp_policy=policy, compute_mesh=meshes.compute)
     else:

@@ -241,3 +241,11 @@ def test_the_norm_of_complex_gradients():
     want = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
     for got in threads(2).run(work):
         torch.testing.assert_close(got.full_tensor() if hasattr(got, "full_tensor") else got, want)
+
+
+def test_embeddings_that_write_into_their_weight():
+    def work():
+        with pytest.raises(ValueError, match="the embedding '0' has max_norm, which writes into its weight"):
+            hp.parallelize(nn.Sequential(nn.Embedding(5, 4, max_norm=1.0), nn.Linear(4, 2)), "dp_shard=2", loss=squares)
+
+    threads(2).run(work)
