@@ -150,7 +150,7 @@ class Parallel:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         batch, order = self.sequences.ordered_values(named_batch(self.model, args, kwargs), self._loss)
-        with self.sequences.running(), own_samples(self.model, self._meshes.compute), ordered_tokens(order):
+        with self.sequences.running(), own_samples(self.model, self._meshes), ordered_tokens(order):
             if self.pipeline is not None:
                 outputs = self.pipeline.outputs(batch, functools.partial(map_tensors, plain))
             else:
@@ -163,7 +163,7 @@ class Parallel:
             raise ValueError(f"the batch has no tensors; it has {', '.join(batch) or 'nothing'}")
         if not self._has_values:
             self._require_values(like)
-        alone = own_samples(self.model, self._meshes.compute)
+        alone = own_samples(self.model, self._meshes)
         with self.sequences.running(), without_caches(self.configs_of_caches), alone:
             return self._run_step(batch, like, backward)
 

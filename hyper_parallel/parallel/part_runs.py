@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
-from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.random.sample_address import at_address, current
 from hyper_parallel.core.fully_shard.hsdp_module import HSDPModule
 from hyper_parallel.core.shard.dispatching.mixing import OtherSamplesError, samples_differ_beyond
@@ -75,13 +74,16 @@ def weighted(found: tuple[Any, ...], part: MicroBatch) -> tuple[Any, ...]:
 
 
 @contextmanager
-def own_samples(model: Any, compute: DeviceMesh) -> Iterator[None]:
-    """Context, around runs of parts: ranks off ``compute`` have other samples.
+def own_samples(model: Any, meshes: Meshes) -> Iterator[None]:
+    """Context, around runs of parts: ranks off the compute mesh have other samples, if there are any.
 
     An error about a parameter of ``model`` has its name.
     """
+    if meshes.batch.size() == 1:
+        yield
+        return
     try:
-        with samples_differ_beyond(compute):
+        with samples_differ_beyond(meshes.compute):
             yield
     except OtherSamplesError as error:
         named = _platform.named_state_parameters(model)
