@@ -40,6 +40,7 @@ _CASES: dict[str, tuple[str, str, str, int, dict[str, Any]]] = {
         ("mixtral_without_balance", "pp=2, tp=2", "zbv", 3, {}),
         ("deepseek_v3", "pp=2", "zbv", 3, {}),
         ("deepseek_v3", "pp=2, tp=2", "1f1b", 3, {}),
+        ("deepseek_v3", "pp=2, cp=2", "zb_h1", 2, {}),  # its mixtures run on whole plain tensors
         ("gpt_oss", "pp=2", "dual_pipe_v", 5, {}),
         ("gpt_oss", "pp=2, tp=2", "zb_h1", 3, {}),
         ("mistral", "pp=3", "1f1b", 2, {}),

@@ -106,3 +106,15 @@ def test_products_of_autocast_have_the_dtype_of_the_product() -> None:
             assert one.grad is not None and one.grad.dtype == torch.float32
             is_shared = name == "head.weight"  # autocast adds its gradients up in the narrow dtype
             assert torch.allclose(one.grad, other.grad, *((1e-2, 1e-2) if is_shared else (0, 0))), name
+
+
+def test_a_weight_that_is_computed_at_each_call_has_its_gradient_in_the_first_part() -> None:
+    """Nobody asks a computed tensor for what is added to its gradient later: the parameter would have none."""
+    layer, x, pending = nn.Linear(3, 4), torch.randn(2, 3), WeightGradients()
+    split_backward(layer)
+    vars(layer)["weight"] = layer.weight * 1  # as modules that run on whole plain tensors have it
+    with noting(pending):
+        layer(x).sum().backward()
+    del vars(layer)["weight"]
+    assert not len(pending)
+    torch.testing.assert_close(layer.weight.grad, torch.ones(4, 2) @ x)

@@ -8,7 +8,8 @@ of the whole backward, on distributed tensors with the layouts that the law give
 
 Norms, biases, embeddings and adapters have their gradients in I: they are small, or there is nothing to win. So have
 layers that are not plain products, or whose weight is made of parameters: subclasses of linear layers with a forward of
-their own, parametrized, compiled and fused ones. And so has a weight with hooks on its gradient, which W does not call.
+their own, parametrized, compiled and fused ones, and those of modules that run on whole plain tensors. And so has a
+weight with hooks on its gradient, which W does not call.
 
 Note [The same when it runs again]
 What is recomputed in I must do what it did in F, or the framework finds other tensors than it kept. So :func:`noting`
@@ -139,7 +140,7 @@ class _TappedProduct(AroundProduct):
 
     def __call__(self, x: Any, weight: Any, bias: Any) -> Any:
         pending = _in_force.value
-        if pending is None or not _platform.needs_grad(weight) or _platform.has_gradient_hooks(weight):
+        if pending is None or not _takes_gradient(weight) or _platform.has_gradient_hooks(weight):
             return self.linear(x, weight, bias)
         is_distributed = isinstance(weight, DTensor)
         if isinstance(x, DTensor) is not is_distributed:
@@ -158,6 +159,12 @@ class _TappedProduct(AroundProduct):
         use.shapes = (tuple(x._global_shape), tuple(y._global_shape))
         tapped = _platform.without_interception(_Tap.apply, y, _kept(x, y), weight, use)
         return _platform.as_dtensor(DTensor, tapped, y._layout, y._global_shape)
+
+
+def _takes_gradient(weight: Any) -> bool:
+    """Whether somebody asks the tensor for its gradient: not one that is computed from a parameter at every call."""
+    asked = _platform.is_leaf(weight) or isinstance(weight, _platform.Parameter)
+    return bool(asked and _platform.needs_grad(weight))
 
 
 def _kept(x: Any, y: Any) -> Any:
