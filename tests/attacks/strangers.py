@@ -65,14 +65,23 @@ def no_new_files() -> Iterator[None]:
     assert open_files() <= before
 
 
+_EARLIER: set[int] = set()
+
+
+def leave_out_listeners() -> None:
+    """Count no port on which this process listens already: other tests in it may have left theirs."""
+    _EARLIER.clear()
+    _EARLIER.update(listening_ports())
+
+
 def listening_ports() -> set[int]:
-    """The ports on which this process listens."""
+    """The ports on which this process listens, but for those left out."""
     inodes = set()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             inodes.add(os.readlink(f"/proc/self/fd/{name}").removeprefix("socket:[").removesuffix("]"))
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    return {int(row[1].partition(":")[2], 16) for row in rows if row[3] == "0A" and row[9] in inodes}
+    return {int(row[1].partition(":")[2], 16) for row in rows if row[3] == "0A" and row[9] in inodes} - _EARLIER
 
 
 def await_listener(num: int = 1, other_than: tuple[int, ...] = ()) -> list[int]:

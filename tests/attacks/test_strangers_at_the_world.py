@@ -25,6 +25,7 @@ from tests.attacks.strangers import (
     await_listener,
     free_port,
     hand_on,
+    leave_out_listeners,
     listening_ports,
     listening_stranger,
     name_of_rank,
@@ -36,6 +37,11 @@ from tests.attacks.strangers import (
 only_on = "torch"  # sockets and threads, no framework takes part
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
+
+
+@pytest.fixture(autouse=True)
+def _only_new_listeners():
+    leave_out_listeners()
 
 
 @pytest.fixture

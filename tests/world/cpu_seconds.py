@@ -32,6 +32,8 @@ class CpuSeconds:
         self._go_on_with(item.nodeid.partition("::")[0])
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self._file == "collection" and session.config.getoption("numprocesses", None):
+            return  # Others have run the tests.
         self._go_on_with("")
         if (told := getattr(session.config, "workeroutput", None)) is not None:
             told[_TOLD] = dict(self._seconds)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -179,6 +181,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     item.config.stash[_USES_THREADS] = _uses_threads(item)
     if _WORLDS in item.config.stash:
         item.config.stash[_WORLDS].uses_threads = item.config.stash[_USES_THREADS]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Between files this process leaves the world that tests have joined: files run in any order."""
+    is_last = nextitem is None or nextitem.path != item.path
+    if is_last and {item.config.getoption("--platform"), "hyper_parallel.platform.platform"} <= sys.modules.keys():
+        from hyper_parallel.platform import get_platform
+
+        with contextlib.suppress(RuntimeError, ValueError):  # what it says where there is none
+            get_platform().get_backend()
+            get_platform().destroy_process_group()
 
 
 @pytest.fixture(scope="session")
