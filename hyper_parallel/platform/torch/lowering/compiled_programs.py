@@ -8,8 +8,7 @@ too, in forward and in backward. That is the order of dispatch, and one rank may
 
 Note [Compiled at the first call]
 Tracing needs tensors and runs nothing; the compiled code then runs on the same tensors. So compiling costs no
-communication of its own. Both get parameters as plain blocks: compiled code looks at shapes, and PyTorch's check of
-custom operators in the first call refuses classes that it does not know.
+communication of its own. Both get parameters as plain blocks: compiled code looks at shapes.
 """
 
 from __future__ import annotations
@@ -41,16 +40,20 @@ _table: list[tuple[Made, tuple[int, ...]]] = []  # what an operator does, and th
 _numbers: dict[Any, int] = {}
 _lock = threading.Lock()
 
+# Not by ``custom_op``: what it puts around a function costs as much as the call of a collective.
+_operators = torch.library.Library("hyper_parallel", "DEF")
+_operators.define("communicate(Tensor data, Tensor[] after, int number) -> Tensor")
 
-@torch.library.custom_op("hyper_parallel::communicate", mutates_args=())
-def communicate(data: torch.Tensor, after: list[torch.Tensor], number: int) -> torch.Tensor:
+
+@torch.library.impl(_operators, "communicate", "CompositeExplicitAutograd")
+def _communicate(data: torch.Tensor, after: list[torch.Tensor], number: int) -> torch.Tensor:
     """Entry ``number`` of the table on ``data``; see Note [Communication in compiled code]."""
     result = _table[number][0](data)
     return result.clone() if _share(result, data) else result.contiguous()
 
 
-@communicate.register_fake
-def _(data: torch.Tensor, after: list[torch.Tensor], number: int) -> torch.Tensor:
+@torch.library.register_fake("hyper_parallel::communicate", lib=_operators)
+def _communicated(data: torch.Tensor, after: list[torch.Tensor], number: int) -> torch.Tensor:
     return data.new_empty(_table[number][1])
 
 
@@ -76,7 +79,7 @@ class _Tracer:
             number = _numbers[key]
         phase = is_in_backward()
         before = [self._last[phase]] if phase in self._last else []
-        result = communicate(data, before, number)
+        result = torch.ops.hyper_parallel.communicate(data, before, number)
         self._last[phase] = result
         return result
 
