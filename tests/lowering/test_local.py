@@ -126,8 +126,8 @@ def test_what_no_guard_sees_is_found_by_comparison():
     scale = [1.0]
 
     class Scaled(torch.nn.Linear):
-        def forward(self, x):
-            return super().forward(x) * scale[0]
+        def forward(self, x, by=scale):
+            return super().forward(x) * by[0]
 
     mesh = hp.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     model = torch.nn.Sequential(Scaled(4, 6))

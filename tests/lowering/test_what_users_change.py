@@ -1,6 +1,8 @@
 """What programs do between calls, and inside: recorded anew, or refused with a reason, and never silently wrong."""
 
 import dataclasses
+import functools
+import types
 import warnings
 
 import numpy as np
@@ -17,12 +19,29 @@ from tests.lowering.training import both_ways
 only_on = "torch"  # modules of PyTorch
 
 SCALE = 2.0
+SETTINGS = types.ModuleType("settings")  # a Python module of the program
+TABLE, CHOSEN = {"scale": 2.0}, types.SimpleNamespace(inner=types.SimpleNamespace(scale=2.0), scale=2.0)
 
 
 @dataclasses.dataclass
 class Options:
     scale: float = 2.0
     count: int = 0
+
+
+class Scaled(nn.Module):
+    factor = 2.0
+
+    @property
+    def scale(self):
+        return TABLE["scale"]
+
+    @classmethod
+    def of_class(cls):
+        return cls.factor * SCALE
+
+    def forward(self, y):
+        return y * self.scale * self.of_class()
 
 
 @dataclasses.dataclass
@@ -48,7 +67,7 @@ def with_more(body):
         layer.act, layer.options, layer.scales = F.silu, Options(), [2.0, 1.0]
         layer.named, layer.first, layer.second = {"scale": 2.0}, nn.Linear(3, 3), nn.Linear(3, 3)
         layer.gain = nn.Parameter(torch.full((3,), 2.0))
-        layer.count = 0
+        layer.count, layer.scaled = 0, Scaled()
         return model
 
     return make
@@ -86,6 +105,19 @@ def _closure():
         scale = value
 
     return body, _set_each_time(change)
+
+
+def _held_in_closure():
+    held = [2.0]
+
+    def body(layer, y):
+        return y * held[0]
+
+    return body, _set_each_time(functools.partial(held.__setitem__, 0))
+
+
+def _options():
+    return CHOSEN
 
 
 def _set_each_time(change):
@@ -138,6 +170,23 @@ ANEW = {
     "a global number": (lambda layer, y: y * SCALE, _set_each_time(_set_scale)),
     "the global of a helper": (lambda layer, y: _scaled(y), _set_each_time(_set_scale)),
     "a number of a closure": _closure(),
+    "a list of a closure": _held_in_closure(),
+    "a number of a Python module": (
+        lambda layer, y: y * SETTINGS.scale,
+        _set_each_time(lambda value: setattr(SETTINGS, "scale", value)),
+    ),
+    "a global dict": (lambda layer, y: y * TABLE["scale"], _set_each_time(lambda value: TABLE.update(scale=value))),
+    "a global object": (lambda layer, y: y * _options().scale, _set_each_time(lambda v: setattr(CHOSEN, "scale", v))),
+    "an object in an object": (
+        lambda layer, y: y * CHOSEN.inner.scale,
+        _set_each_time(lambda value: setattr(CHOSEN.inner, "scale", value)),
+    ),
+    "a property": (lambda layer, y: layer.scaled(y), _set_each_time(lambda value: TABLE.update(scale=value))),
+    "a number of a class": (
+        lambda layer, y: layer.scaled(y),
+        _set_each_time(lambda value: setattr(Scaled, "factor", value)),
+    ),
+    "the global of a class method": (lambda layer, y: layer.scaled(y), _set_each_time(_set_scale)),
     "a submodule and back": (lambda layer, y: layer.first(y), _swaps()),
     "a buffer": (lambda layer, y: y * layer.table[:3], _on_layer(_table)),
     "a parameter": (lambda layer, y: y * layer.gain, _on_layer(_gain)),
@@ -153,6 +202,11 @@ ANEW = {
 def _count(layer, y):
     layer.count += 1
     return y * layer.count
+
+
+def _count_in_global(layer, y):
+    TABLE["count"] += 1
+    return y * TABLE["count"]
 
 
 def _count_in_object(layer, y):
@@ -176,6 +230,7 @@ REFUSED = {
     "a seed": (_seed, [], "seeds the framework's generator"),
     "a counter": (_count, [], "forward changes the attribute count"),
     "a counter in an object": (_count_in_object, [], "forward changes a value that it depends on"),
+    "a counter in a global": (_count_in_global, [], "forward changes a value that it depends on"),
     "a hook on a tensor": (_hooked, [], "register_hook gives a RemovableHandle"),
     "a dataclass": (lambda layer, y, b: y * b.mask[:3], [Batch(MASKS[0])], "the argument arg1 is a Batch, an object"),
     "a global tensor": (lambda layer, y: y * MASKS[0][:3], [], "neither an input, a parameter or a buffer"),
@@ -207,11 +262,15 @@ def test_what_changes_between_calls():
     threads(2).run(run)
 
 
+def _start(seed, layer):
+    np.random.seed(seed)
+    TABLE["count"] = 0
+
+
 def test_what_is_refused():
     def run():
         for name, (body, given, said) in REFUSED.items():
-            seeded = [lambda layer, seed=seed: np.random.seed(seed) for seed in range(3)]
-            calls = [call(seed, *given, before=seeded[seed]) for seed in range(3)]
+            calls = [call(seed, *given, before=functools.partial(_start, seed)) for seed in range(3)]
             region = _named(name, lambda body=body, calls=calls: _compare(body, calls))
             assert any(said in one for one in region.refusals) and not region.tapes, (name, region.refusals)
 
@@ -299,11 +358,13 @@ def test_ranks_record_at_different_calls(verify_every):
 
 
 def test_a_difference_on_one_rank_is_raised_by_all():
-    hidden = [1.0, object()]  # which no guard reads
+    hidden = [1.0]
+
+    def body(layer, y, by=hidden):  # no guard reads default arguments
+        return y * (by[0] if hp.get_platform().get_rank() else 1.0)
 
     def run():
-        rank = hp.get_platform().get_rank()
-        model = _two(lambda layer, y: y * (hidden[0] if rank else 1.0))
+        model = _two(body)
         hp.lower(model, "0", verify_every=2)
         for step in range(4):
             if step == 3:

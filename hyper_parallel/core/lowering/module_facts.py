@@ -4,26 +4,29 @@ the numbers that their code finds by name.
 Note [What is read of a module]
 Of each module inside: numbers, flags, names and functions among its attributes (``training``, an activation), what
 lists, dicts and plain objects among them hold, as far as these are such values too, its hooks, its children. Of the
-code of its forward, and of the functions that this calls by name: numbers, flags, names and functions among the globals
-and in closures. What is not read: objects inside of objects, and containers of other things.
+code of its forward, and of the functions that it reaches by name (``reached_code.py``): the same among the globals, in
+closures, in classes and in the program's other modules, as far as the code names it. What is not read: containers of
+other things, and what a program computes names for.
 """
 
 from __future__ import annotations
 
+import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from hyper_parallel.core.lowering.reached_code import ReachedCode, class_with, is_of_library, is_of_program
 from hyper_parallel.platform import get_platform
 
 _platform = get_platform()
 SIMPLE = (bool, int, float, str, type(None))
-_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, functools.partial)
+_IN_CLASSES = (property, staticmethod, classmethod)
 _CONTAINERS = (list, dict, set, tuple)
 _CHILDREN = ("_modules", "_cells")
 _TABLES = (*_CHILDREN, "_parameters", "_buffers", "_params", "_non_persistent_buffers_set")
-_LIBRARIES = ("torch", "mindspore", "hyper_parallel", "numpy", "builtins", "typing", "functools", "math")
-_LARGEST, _DEEPEST = 64, 3
+_LARGEST = 64
 
 
 class ModuleGuard:
@@ -37,9 +40,7 @@ class ModuleGuard:
             for table, name in _platform.tensor_names(inner):
                 self.places.append((inner, table, name))
                 self.paths.append(f"{path}.{name}" if path else name)
-        reader = _Reader()
-        for inner in self.modules.values():
-            reader.read_module(inner)
+        reader = _Reader(ReachedCode(self.modules.values()))
         self.facts = reader.function()  # raises KeyError where an attribute is gone
         self._owners = [id(one) for one in reader.owners]
 
@@ -51,28 +52,40 @@ class ModuleGuard:
 class _Reader:
     """Makes one function of all that is to be read: an expression for each value, on the dicts that have them."""
 
-    def __init__(self) -> None:
+    def __init__(self, code: ReachedCode) -> None:
         self.owners: list[Any] = []
+        self._names = code.names
         self._parts: list[str] = []
         self._space: dict[str, Any] = {"held": _held}
+        self._tables: dict[int, str] = {}
         self._seen: set[int] = set()
+        for module in code.modules:
+            self._read_module(module)
+        for function, kind, names in code.functions:
+            self._read_function(function, kind, names)
 
     def function(self) -> Callable[[], tuple[Any, ...]]:
-        exec(f"def read(): return ({' '.join(f'{part},' for part in self._parts)})", self._space)
+        exec(f"def read(): return ({' '.join(f'{part},' for part in dict.fromkeys(self._parts))})", self._space)
         made: Callable[[], tuple[Any, ...]] = self._space["read"]
         return made
 
     def _named(self, table: Any) -> str:
-        name = f"d{len(self._space)}"
-        self.owners.append(table)  # which keeps it, and so its id
-        self._space[name] = table
-        return name
+        if id(table) not in self._tables:
+            name = self._tables[id(table)] = f"d{len(self._space)}"
+            self.owners.append(table)  # which keeps it, and so its id
+            self._space[name] = table
+        return self._tables[id(table)]
 
-    def read_module(self, module: Any) -> None:
+    def _is_new(self, table: Any) -> bool:
+        if id(table) in self._seen:
+            return False
+        self._seen.add(id(table))
+        return True
+
+    def _read_module(self, module: Any) -> None:
         own = vars(module)
-        if id(own) in self._seen:
+        if not self._is_new(own):
             return
-        self._seen.add(id(own))
         name = self._named(own)
         self._parts.append(f"len({name})")
         accounts = _platform.own_attributes()
@@ -85,74 +98,65 @@ class _Reader:
                 self._parts.append(f"(*{place}.values(),) if {place} else 0")
             elif attribute not in accounts and attribute not in _TABLES:
                 self._read_value(place, value)
-                if isinstance(value, types.FunctionType) and not _is_of_library(value):
-                    self._read_code(value, type(module), 0)
-        code = getattr(_platform.get_cell_construct(module), "__func__", None)
-        if isinstance(code, types.FunctionType):
-            self._read_code(code, type(module), 0)
 
     def _read_value(self, place: str, value: Any) -> None:
         if isinstance(value, (*SIMPLE, *_FUNCTIONS)):
             self._parts.append(place)
+            if isinstance(value, type) and not is_of_library(value):
+                self._read_class(value)
         elif isinstance(value, _CONTAINERS):
             self._parts.append(f"held({place})")
-        elif not _is_of_library(type(value)) and isinstance(getattr(value, "__dict__", None), dict):
-            self.owners.append(value)  # which keeps it, and so its id
+        elif isinstance(value, types.ModuleType):
+            if is_of_program(value) and self._is_new(vars(value)):
+                self._read_named(vars(value), self._names)
+        elif isinstance(value, _platform.Module) or _platform.is_tensor(value):
+            return  # those inside of the lowered one are read, others are refused
+        elif not is_of_library(type(value)) and isinstance(getattr(value, "__dict__", None), dict):
+            self.owners.append(value)
             self._parts.append(f"id({place})")
             self._read_object(value)
 
     def _read_object(self, value: Any) -> None:
         own = vars(value)
-        if id(own) in self._seen or isinstance(value, _platform.Module) or _platform.is_tensor(value):
+        if not self._is_new(own):
             return
-        self._seen.add(id(own))
         name = self._named(own)
         self._parts.append(f"len({name})")
         for attribute, inner in own.items():
             # `use_cache` is switched around a model's call, which is over when blocks are computed again
-            if isinstance(inner, (*SIMPLE, *_CONTAINERS)) and attribute != "use_cache":
+            if attribute != "use_cache" and (isinstance(inner, (*SIMPLE, *_CONTAINERS)) or attribute in self._names):
                 self._read_value(f"{name}[{attribute!r}]", inner)
+        self._read_class(type(value))
 
     # ---------------------------------------------------------------- code
 
-    def _read_code(self, function: types.FunctionType, kind: type, depth: int) -> None:
-        """What the code of a function finds by name."""
-        if id(function) in self._seen or depth > _DEEPEST:
-            return
-        self._seen.add(id(function))
-        self._read_closure(function)
-        space, table = function.__globals__, ""
-        for name in dict.fromkeys(_names_in(function.__code__)):
-            value = space.get(name)
-            method = getattr(kind, name, None)
-            if isinstance(method, types.FunctionType) and not _is_of_library(method):
-                self._read_code(method, kind, depth + 1)
-            if name not in space or not isinstance(value, (*SIMPLE, types.FunctionType)):
-                continue
-            table = table or self._named(space)
-            self._parts.append(f"{table}[{name!r}]")
-            if isinstance(value, types.FunctionType) and not _is_of_library(value):
-                self._read_code(value, kind, depth + 1)
-
-    def _read_closure(self, function: types.FunctionType) -> None:
+    def _read_function(self, function: types.FunctionType, kind: type, names: list[str]) -> None:
+        """What the code of a function finds by name, ``kind`` being the class that it is a method of."""
+        self._read_named(function.__globals__, names)
+        self._read_class(kind)
         for cell in function.__closure__ or ():
             try:
-                value = cell.cell_contents
-            except ValueError:
+                self._read_value(f"{self._named(cell)}.cell_contents", cell.cell_contents)
+            except ValueError:  # an empty one
                 continue
-            if isinstance(value, (*SIMPLE, types.FunctionType)):
-                self._parts.append(f"{self._named(cell)}.cell_contents")
 
+    def _read_named(self, table: Mapping[str, Any], names: Any) -> None:
+        for name in names:
+            if name in table:
+                self._read_value(f"{self._named(table)}[{name!r}]", table[name])
 
-def _names_in(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names_in(constant)
-
-
-def _is_of_library(value: Any) -> bool:
-    return (getattr(value, "__module__", None) or "builtins").partition(".")[0] in _LIBRARIES
+    def _read_class(self, kind: type) -> None:
+        """Of a class what the code names, where it or the one that it has it from is the program's own."""
+        if not self._is_new(kind):
+            return
+        for name in self._names:
+            holder = class_with(kind, name)
+            if holder is not None:
+                place, value = f"{self._named(holder)}.__dict__[{name!r}]", vars(holder)[name]
+                if isinstance(value, _IN_CLASSES):
+                    self._parts.append(place)
+                else:
+                    self._read_value(place, value)
 
 
 def _held(value: Any) -> Any:
