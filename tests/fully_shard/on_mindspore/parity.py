@@ -115,8 +115,8 @@ class AdamW:
     """The update of each parameter's part on this rank; MindSpore's own compiles a graph for seconds (see
     ``test_state.py``)."""
 
-    def __init__(self, cell: nn.Cell, rate: float = 0.01) -> None:
-        self._parameters, self._rate, self._number = cell.trainable_params(), rate, 0
+    def __init__(self, cell: Any, rate: float = 0.01, epsilon: float = 1e-8) -> None:
+        self._parameters, self._rate, self._epsilon, self._number = cell.trainable_params(), rate, epsilon, 0
         self._moments: dict[int, list[Any]] = {}
 
     def step(self) -> None:
@@ -129,7 +129,7 @@ class AdamW:
             mean, square = self._moments.setdefault(place, [0.0 * g, 0.0 * g])
             mean, square = 0.9 * mean + 0.1 * g, 0.999 * square + 0.001 * g * g
             self._moments[place] = [mean, square]
-            root = np.sqrt(square / (1 - 0.999**self._number)) + 1e-8
+            root = np.sqrt(square / (1 - 0.999**self._number)) + self._epsilon
             new = w * (1 - 0.01 * self._rate) - self._rate * mean / (1 - 0.9**self._number) / root
             get_platform().load_into_param(one, Tensor(np.asarray(new)))
         hp.zero_grad(self._parameters)

@@ -4,7 +4,8 @@ Note [Storages that come back on MindSpore]
 As on PyTorch a storage is resized to nothing and back, and the tape sees the values that are there then. But a part of
 a larger tensor would be copied by the operators that use it, and the tape would keep the copy. So each whole value has
 a storage of its own, and ``tensor`` gives aliases of one tensor over it (``data``), which operators take for what they
-are. What is given back goes to MindSpore's pool, from which the next unit takes it; the process does not shrink.
+are. Padding behind a value has no memory: some kernels ask how large a storage is (``LayerNorm``). What is given back
+goes to MindSpore's pool, from which the next unit takes it; the process does not shrink.
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ def shard_memory(num_elements: int, dtype: Any, device: Any, pinned: bool) -> Sh
 
 
 class _Value:
-    """The storage of one whole value, with room for padding behind it."""
+    """The storage of one whole value; ``room`` is how many elements it has among the others, with padding behind it."""
 
-    def __init__(self, shape: Sequence[int], num_elements: int, dtype: Any) -> None:
-        self.shape, self.num_elements = tuple(shape), num_elements
+    def __init__(self, shape: Sequence[int], room: int, dtype: Any) -> None:
+        self.shape, self.num_elements, self.room = tuple(shape), prod(shape), room
         self._type = numpy_type(dtype)
-        self._num_bytes = num_elements * self._type.itemsize
+        self._num_bytes = self.num_elements * self._type.itemsize
         self._tensor = mint.empty(self.shape, dtype=dtype)
         self._storage = self._tensor.untyped_storage()
         self.release()  # from one size to another it would lose the memory that it had
@@ -62,7 +63,7 @@ class _Value:
         self._storage.resize_(0)
 
     def array(self) -> np.ndarray:
-        """The elements, those of the padding included."""
+        """The elements, without the padding."""
         buffer = (ctypes.c_uint8 * self._num_bytes).from_address(self._storage.data_ptr())
         return np.frombuffer(buffer, np.uint8).view(self._type)
 
@@ -104,6 +105,10 @@ class ReturnableMemory(parameter_units.ReturnableMemory):
             value = self._values[offset] = _Value((num_elements,), num_elements, self._dtype)
         return value.array()[:num_elements]
 
+    def _is_free(self, offset: int, length: int) -> bool:
+        """Whether no value is known that lies there."""
+        return all(start >= offset + length or start + one.room <= offset for start, one in self._values.items())
+
     def _inside(self, offset: int, length: int) -> list[tuple[slice, np.ndarray]]:
         """The elements of values that lie in a part, each with its place there."""
         found = []
@@ -115,13 +120,10 @@ class ReturnableMemory(parameter_units.ReturnableMemory):
 
     def part(self, offset: int, length: int) -> Tensor:
         known = self._values.get(offset)
-        if known is not None and known.num_elements == length:
-            return from_array(known.array())
-        inside = self._inside(offset, length)
-        if not inside:
+        if self._is_free(offset, length) or (known is not None and known.num_elements == length):
             return from_array(self._array(offset, length))
         vector = np.zeros(length, numpy_type(self._dtype))
-        for place, elements in inside:
+        for place, elements in self._inside(offset, length):
             vector[place] = elements
         self._beside.append((offset, vector))
         return from_array(vector)
@@ -137,8 +139,8 @@ class ReturnableMemory(parameter_units.ReturnableMemory):
             return empty(shape, self._dtype)
         value = self._values[offset]
         if value.shape != shape:
-            shaped = _Value(shape, value.num_elements, self._dtype)
-            shaped.array()[...] = value.array()
+            shaped = _Value(shape, value.room, self._dtype)
+            shaped.array()[...] = value.array()[: shaped.num_elements]
             value.release()  # memory of a storage that was resized is not given back with its tensor
             value = self._values[offset] = shaped
         return value.alias()
@@ -147,8 +149,10 @@ class ReturnableMemory(parameter_units.ReturnableMemory):
         values = memory_of(rows)
         for start, width, offset in columns:
             if width:
-                target = self._array(offset, len(values) * width).reshape(len(values), width)
-                target[...] = values[:, start : start + width]
+                target = self._array(offset, len(values) * width)
+                for number, row in enumerate(values[:, start : start + width]):
+                    elements = target[number * width : (number + 1) * width]
+                    elements[...] = row[: len(elements)]
 
     def fill_boxes(self, rows: Tensor, start: int, offset: int, shape: Sequence[int], boxes: Sequence[Region]) -> None:
         if not prod(shape):
