@@ -2,8 +2,9 @@
 
 One thread per process. 8 blocks of width 64 and of width 256, cut for two ranks; a step is forward and backward of 8
 micro-batches. Both libraries run the same modules, losses and splits. Times are the fastest of many rounds that
-alternate between the libraries, since everything that disturbs a step makes it slower. Live bytes are those of all
-memory that a step makes and holds at once, gradients included, on the rank that holds most.
+alternate between the libraries, since everything that disturbs a step makes it slower; beside them the processor time
+of the main thread, which does not see who else uses the machine. Live bytes are those of all memory that a step makes
+and holds at once, gradients included, on the rank that holds most.
 
 ``--width 256`` measures that width alone. ``--order`` compares schedules with each other instead: the fastest step of
 each, what the simulator says with the processor times of its actions, to which waiting adds nothing, and whether both
@@ -140,19 +141,23 @@ def _theirs(schedule: str, width: int, x: torch.Tensor, num_stages: int, rank: i
     return step
 
 
-def _best(steps: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    best = dict.fromkeys(steps, float("inf"))
+def _best(steps: dict[str, Callable[[], Any]], rounds: int) -> tuple[dict[str, float], dict[str, float]]:
+    """The fastest step of each, and the least processor time of this thread in it on the rank that needs most."""
+    best, work = dict.fromkeys(steps, float("inf")), dict.fromkeys(steps, float("inf"))
     for step in steps.values():
         step()
         step()
     for _ in range(rounds):
         for name, step in steps.items():
             dist.barrier()
-            begin = time.perf_counter()
+            begin, worked = time.perf_counter(), time.thread_time()
             step()
+            work[name] = min(work[name], time.thread_time() - worked)
             dist.barrier()
             best[name] = min(best[name], time.perf_counter() - begin)
-    return best
+    most = torch.tensor([work[name] for name in steps])
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return best, dict(zip(steps, most.tolist(), strict=True))
 
 
 class _HeldBytes(TorchDispatchMode):
@@ -237,7 +242,7 @@ def _orders(width: int, rounds: int, x: torch.Tensor) -> dict[str, tuple[float, 
         step()
         step()
         times[schedule].forget()
-    fastest = _best(steps, rounds)
+    fastest, _ = _best(steps, rounds)
     found = {}
     for schedule in ORDERED:
         table = make_table(schedule, RANKS, MICROBATCHES)
@@ -265,7 +270,7 @@ def _on_a_rank(rank: int, port: int, width: int, rounds: int, folder: str, order
         times = _best(steps, rounds)
         live = torch.tensor([_live_bytes(step) for step in steps.values()])
         dist.all_reduce(live, dist.ReduceOp.MAX)
-        found[schedule] = (times, live.tolist())
+        found[schedule] = (*times, live.tolist())
     if rank == 0:
         torch.save(found, Path(folder) / "found")
     dist.destroy_process_group()
@@ -307,11 +312,12 @@ def main() -> int:
     if asked.order:
         return max(_compare_orders(console, width, rounds) for width in asked.width or (256,))
     times = Shown(
-        "width", "schedule", "ours, ms", "torch, ms", "share", "target", "live, kB", "torch", "share", "target"
+        *("width", "schedule", "ours, ms", "torch, ms", "share", "target", "of its CPU time"),
+        *("live, kB", "torch", "share", "target"),
     )
     for width in asked.width or (64, 256):
         found = _measure(width, rounds)
-        for schedule, (fastest, (live, their_live)) in found.items():
+        for schedule, (fastest, work, (live, their_live)) in found.items():
             _, _, targets, live_target = CASES[schedule]
             share, live_share = fastest["ours"] / fastest["theirs"], live / their_live
             for what, got, target in (("time", share, targets[width]), ("live bytes", live_share, live_target)):
@@ -323,6 +329,7 @@ def main() -> int:
                 *(f"{1e3 * fastest[who]:.2f}" for who in ("ours", "theirs")),
                 f"{share:.2f}",
                 f"{targets[width]}",
+                f"{work['ours'] / work['theirs']:.2f}",
                 f"{live / 1e3:.0f}",
                 f"{their_live / 1e3:.0f}",
                 f"{live_share:.2f}",
