@@ -42,10 +42,17 @@ from hyper_parallel.platform.mindspore.modules import (
     parameter_units,
     parameter_uses,
     raw_bits,
+    replaced_parameters,
     state,
 )
 from hyper_parallel.platform.mindspore.operators import creation
-from hyper_parallel.platform.mindspore.takes_over import added_methods, addressed_draws, autograd_functions, doors
+from hyper_parallel.platform.mindspore.takes_over import (
+    added_methods,
+    addressed_draws,
+    autograd_functions,
+    doors,
+    watched_losses,
+)
 from hyper_parallel.platform.platform import Platform, PlatformType
 
 __all__ = ["MindSporePlatform", "added_methods", "start"]
@@ -75,6 +82,7 @@ __all__ = ["MindSporePlatform", "added_methods", "start"]
     programs,
     raw_bits,
     recording,
+    replaced_parameters,
     returnable_memory,
     row_groups,
     services,
@@ -82,6 +90,7 @@ __all__ = ["MindSporePlatform", "added_methods", "start"]
     symmetric_memory,
     tensor_type,
     tensors,
+    watched_losses,
 )
 class MindSporePlatform(Platform):
     """MindSpore on Ascend NPUs and on CPUs."""

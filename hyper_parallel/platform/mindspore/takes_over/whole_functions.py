@@ -31,6 +31,7 @@ from hyper_parallel.platform.mindspore.dtensor.tensor_type import DTensorBase, h
 from hyper_parallel.platform.mindspore.mends import ACTIVE
 from hyper_parallel.platform.mindspore.mends.empty_blocks import with_row, zeros_of
 from hyper_parallel.platform.mindspore.operators.all_operators import NEUTRAL
+from hyper_parallel.platform.mindspore.takes_over import watched_losses
 from hyper_parallel.platform.mindspore.takes_over.whole_function_calls import Dispatch, written_out
 from hyper_parallel.platform.mindspore.takes_over.whole_function_matrices import matrices_written_out
 from hyper_parallel.platform.mindspore.takes_over.whole_function_names import (
@@ -172,7 +173,7 @@ def replace(plain: Callable[..., Any], meets: Meets) -> None:
             return meets(args, kwargs)
         return plain(*args, **kwargs)
 
-    _replaced.setdefault(id(plain), (plain, call))
+    _replaced.setdefault(id(plain), (plain, watched_losses.watched(plain, call)))
 
 
 def _dispatched(function: WholeFunction, intercept: Callable[..., Any]) -> Meets:
@@ -235,6 +236,8 @@ def take_functions(dispatch: Dispatch, intercept: Callable[..., Any]) -> None:
         plain = _found(path)
         if isinstance(plain, types.FunctionType):
             replace(plain, _with_plain(meets, plain))
+    for plain in watched_losses.LOSSES:
+        _replaced.setdefault(id(plain), (plain, watched_losses.watched(plain, plain)))
     _install()
 
 
