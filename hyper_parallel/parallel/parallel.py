@@ -33,7 +33,7 @@ from hyper_parallel.parallel.part_runs import InTurn, PartRuns, own_samples
 from hyper_parallel.parallel.pipeline import Pipeline
 from hyper_parallel.parallel.routed_tokens import RoutedTokens
 from hyper_parallel.parallel.sequence_inputs import Sequences, shard_sequences
-from hyper_parallel.parallel.state_names import renamed_model, renamed_optimizer, shared_names
+from hyper_parallel.parallel.state_names import more_state, refuse_rest, renamed_model, renamed_optimizer, shared_names
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.shared.membership import current_member
 
@@ -351,22 +351,27 @@ class Parallel:
         ``frozen`` parameters that are not trained are left out, as the weights that adapters are added to.
         """
         write = async_save if background else save
-        return write({**self.state_dict(optimizer, frozen=frozen), **_named(more, "save")}, checkpoint_id=path)
+        return write({**self.state_dict(optimizer, frozen=frozen), **more_state(more, "save")}, checkpoint_id=path)
 
-    def load(self, path: Any, optimizer: Any = None, *, frozen: bool = True, **more: Any) -> dict[str, Any]:
+    def load(
+        self, path: Any, optimizer: Any = None, *, frozen: bool = True, options: bool = True, **more: Any
+    ) -> dict[str, Any]:
         """Fill the model, the optimizer and ``more`` from a checkpoint; what ``more`` has become.
 
         ``more`` are the names that were given to :meth:`save`, with None or a value with ``load_state_dict``. Without
-        ``frozen`` parameters that are not trained stay as they are.
+        ``frozen`` parameters that are not trained stay as they are, without ``options`` the optimizer's rate and decay.
         """
-        state = {**self.state_dict(optimizer, frozen=frozen), **_named(more, "load")}
+        state = {**self.state_dict(optimizer, frozen=frozen), **more_state(more, "load")}
         load(state, checkpoint_id=path)
+        refuse_rest(path, state if frozen else self.state_dict(optimizer), self.mesh)
         names = {ours: own for own, ours in shared_names(self.model).items()}
         model = {**state_dicts.get_model_state_dict(self.model), **renamed_model(state["model"], names)}
         if optimizer is None:
             state_dicts.set_model_state_dict(self.model, model)
         else:
             slots = renamed_optimizer(state["optimizer"], names)
+            if not options:
+                slots["options"] = state_dicts.get_optimizer_state_dict(self.model, optimizer)["options"]
             state_dicts.set_state_dict(self.model, optimizer, model_state_dict=model, optim_state_dict=slots)
         manual_seed(state["run"]["seed"])
         self.step = state["run"]["step"]
@@ -390,10 +395,3 @@ class Parallel:
 
     def __repr__(self) -> str:
         return f"Parallel({self.name}, {self.degrees}, microbatches={self.microbatches})"
-
-
-def _named(more: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    taken = sorted({"model", "optimizer", "run"} & more.keys())
-    if taken:
-        raise ValueError(f"Parallel.{where}: {', '.join(taken)} is what its own state is called; take another name")
-    return more

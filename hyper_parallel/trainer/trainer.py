@@ -157,7 +157,7 @@ class Trainer:
             give_values(self.run, config.model, config.train.seed)
         self.optimizer = make_optimizer(config.optimizer, self.run.named_parameters())
         frozen = self.checkpoints.hold_frozen
-        more = self.run.load(self.resumed_from, self.optimizer, frozen=frozen, order=None)
+        more = self.run.load(self.resumed_from, self.optimizer, frozen=frozen, options=False, order=None)
         self.order.load_state(more["order"])
 
     # ---------------------------------------------------------------- the loop

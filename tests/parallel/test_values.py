@@ -107,6 +107,39 @@ def test_training_goes_on_under_other_degrees(before, after, tmp_path):
         torch.testing.assert_close(got["loss 2"], want["loss 5"], rtol=1e-9, atol=0)
 
 
+def _tied_llama(num_blocks):
+    sizes = {"vocab_size": 32, "dim": 16, "num_heads": 2, "num_kv_heads": 2, "hidden_dim": 24, "tie_head": True}
+    return hp.models.Llama(hp.models.LlamaConfig(num_blocks=num_blocks, **sizes)).double()
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "kind", "said"),
+    [
+        (1, torch.optim.AdamW, "36 entries that this run has no place for: 'model.blocks.1.attention.key.weight', "),
+        (2, torch.optim.SGD, "entries that this run has no place for: 'optimizer.state.blocks.0.attention.key.weight"),
+        (2, torch.optim.AdamW, None),
+    ],
+)
+def test_what_a_checkpoint_has_and_the_run_has_not_is_refused(num_blocks, kind, said, tmp_path):
+    """A model that lost a block would go on as if it had never been; each of its stages has a part of the names."""
+
+    def save():
+        run = hp.parallelize(_tied_llama(2), "dp_shard=1")
+        run.save(tmp_path / "checkpoint", torch.optim.AdamW(run.parameters()))
+
+    def load(degrees):
+        run = hp.parallelize(_tied_llama(num_blocks), degrees)
+        run.load(tmp_path / "checkpoint", kind(run.parameters()))
+
+    threads(1).run(save)
+    for degrees in ["tp=2", "pp=2"][:num_blocks]:
+        if said is None:
+            threads(2).run(load, degrees)
+        else:
+            with pytest.raises(ValueError, match=said):
+                threads(2).run(load, degrees)
+
+
 def test_names_of_the_runs_own_state():
     def work():
         hp.parallelize(build("llama")).save("nowhere", model=1)

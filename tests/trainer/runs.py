@@ -90,8 +90,11 @@ def tiny_llama(dtype: Any = None) -> Any:
     return hp.materialize(model)
 
 
-def plain_losses(config: RunConfig, steps: int, model: Any = None) -> dict[int, float]:
-    """The losses of the run by a loop that is written by hand: one device, PyTorch, nothing of the trainer."""
+def plain_losses(config: RunConfig, steps: int, model: Any = None, before: Any = None) -> dict[int, float]:
+    """The losses of the run by a loop that is written by hand: one device, PyTorch, nothing of the trainer.
+
+    ``before(step, optimizer)`` is called before each step.
+    """
     import torch
 
     from hyper_parallel.data import open_data
@@ -108,6 +111,8 @@ def plain_losses(config: RunConfig, steps: int, model: Any = None) -> dict[int, 
     for step in range(1, steps + 1):
         batch = data.collate(order.numbers(position, config.train.batch))
         position += config.train.batch
+        if before is not None:
+            before(step, optimizer)
         optimizer.zero_grad()
         loss = model(torch.from_numpy(batch["input_ids"]), torch.from_numpy(batch["labels"]))
         loss.backward()

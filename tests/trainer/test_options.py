@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -108,6 +109,27 @@ def test_where_a_run_goes_on(tmp_path):
     assert again.losses == pytest.approx({step: straight[step] for step in (5, 6)}, rel=1e-11)
     done = train_on_threads(run_config(tmp_path))
     assert (done.status, done.step, done.losses) == ("finished", 6, {})
+
+
+def test_a_resumed_run_has_the_options_of_its_config(tmp_path):
+    """Not those that the checkpoint was saved with; moments go on."""
+
+    def changed(step, optimizer):
+        if step == 5:
+            decays, stays = optimizer.param_groups
+            both = decays["params"] + stays["params"]
+            decays["params"] = [one for one in both if one.ndim > 1]  # the embedding too
+            stays["params"] = [one for one in both if one.ndim == 1]
+            decays["weight_decay"] = 0.5
+            for group in optimizer.param_groups:
+                group.update(betas=(0.5, 0.6), eps=1e-4)
+
+    train_on_threads(run_config(tmp_path, checkpoint={"every": 4}, train={"steps": 6}))
+    shutil.rmtree(tmp_path / "checkpoints" / "step-6")
+    asked = {"weight_decay": 0.5, "betas": (0.5, 0.6), "eps": 1e-4, "no_decay": ("*norm*",)}
+    config = run_config(tmp_path, "tp", optimizer=asked)
+    want = plain_losses(config, 6, before=changed)
+    assert train_on_threads(config).losses == pytest.approx({step: want[step] for step in (5, 6)}, rel=1e-9)
 
 
 def test_a_loss_that_is_no_number_ends_the_run_with_its_samples(tmp_path):
