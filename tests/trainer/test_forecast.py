@@ -139,6 +139,16 @@ def test_the_forecast_fits_or_names_the_cheapest_change(answered_here):
     assert "with train.microbatches = 2 the peak is " in tight.verdict()
 
 
+def test_a_model_that_cannot_be_built_as_the_config_says_is_refused(answered_here, tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    lora = {"rank": 2, "targets": ["*.vlaue"]}
+    found = forecast_run(_config(model={"name": "llama", "args": SIZES, "weights": str(tmp_path), "lora": lora}))
+    assert not found.fits
+    assert found.verdict().startswith(
+        "forecast: this run cannot start: model.lora.targets: add_lora: no linear layer of Llama is called '*.vlaue'"
+    )
+
+
 def test_what_is_not_known_in_time_is_not_refused():
     late = forecast_run(_config(launch={"device_memory": "1B"}), seconds=0.01)
     assert late.fits and late.needed is None

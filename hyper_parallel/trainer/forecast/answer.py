@@ -31,7 +31,13 @@ def main() -> None:
     limit, says = _limit(config, asked)
     try:
         job = job_of(config, asked["world_size"], device)
-        state = state_of(job, config)
+        try:
+            state = state_of(job, config)
+        except (ValueError, TypeError) as error:
+            if not asked["is_the_run"]:
+                raise
+            _tell(refused=" ".join(str(error).split()))  # as the ranks would say
+            return
         _tell(device_memory=limit, device_memory_is=says, **state)
         peak = _peak(config, asked["world_size"], device)
         _tell(**peak)

@@ -42,11 +42,12 @@ def forecast_run(
     forecast = Forecast(size, degrees, fingerprint=fingerprint(config))
     if importlib.util.find_spec(_FRAMEWORK) is None:
         return forecast.with_values({"note": "the dry run needs PyTorch: pip install 'hyper-parallel[torch]'"})
-    is_twin = _runs_on_mindspore()
+    is_twin = runs_on_mindspore()
     question = {
         "config": TypeAdapter(type(config)).dump_python(config, mode="json"),
         "world_size": size,
         "local_size": local_size or config.nproc,
+        "is_the_run": not is_twin and config.model.build is None,  # a user's function may ask where it runs
         "device": "npu" if is_twin and glob("/dev/davinci*") else None,
     }
     out, error, is_late = _ask(json.dumps(question), seconds)
@@ -56,12 +57,12 @@ def forecast_run(
     notes = [forecast.note, *([_TWIN] if is_twin else [])]
     if is_late:
         notes.append(f"not all was known after {seconds:.0f} s; hyper-parallel forecast takes its time")
-    elif forecast.needed is None and not forecast.note:
+    elif forecast.needed is None and not (forecast.note or forecast.refused):
         notes.append((error.strip().splitlines() or ["no answer"])[-1])
     return forecast.with_values({"note": "; ".join(filter(None, notes))})
 
 
-def _runs_on_mindspore() -> bool:
+def runs_on_mindspore() -> bool:
     """As ``get_platform`` decides, without importing a framework."""
     asked = os.environ.get("HYPER_PARALLEL_PLATFORM", "").strip().lower()
     return asked == "mindspore" or (not asked and importlib.util.find_spec("mindspore") is not None)

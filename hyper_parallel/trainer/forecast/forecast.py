@@ -40,6 +40,7 @@ class Forecast:
     device_memory_is: str = ""  # in words
     change: str = ""  # the cheapest that would make it fit
     note: str = ""
+    refused: str = ""  # why the model cannot be built or split as the config says; "": it can
     fingerprint: str = ""  # of the config
 
     @property
@@ -55,12 +56,16 @@ class Forecast:
 
     @property
     def fits(self) -> bool:
-        """Whether it is not known to exceed the device."""
-        return self.needed is None or self.device_memory is None or self.needed <= self.device_memory
+        """Whether it is not known to exceed the device, or to be refused."""
+        return not self.refused and (
+            self.needed is None or self.device_memory is None or self.needed <= self.device_memory
+        )
 
     def verdict(self) -> str:
         """Whether it fits, in one line; and if not, what to change."""
         what = "the peak" if self.peak is not None else "the state alone"
+        if self.refused:
+            return f"forecast: this run cannot start: {self.refused}"
         if self.needed is None:
             return f"forecast: not made, {self.note}"
         if self.device_memory is None:
