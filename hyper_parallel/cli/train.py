@@ -39,6 +39,8 @@ def train(
     launch: Any = importlib.import_module("hyper_parallel.launch")
     try:
         status = main.start(loaded)
+    except KeyboardInterrupt:  # before there were ranks
+        raise typer.Exit(130) from None
     except launch.RankFailure as failure:
         typer.echo(str(failure), err=True)
         raise typer.Exit(1) from None

@@ -13,7 +13,8 @@ from pydantic_core import PydanticCustomError
 __all__ = ["DataConfig", "SourceConfig"]
 
 _STRICT = ConfigDict(extra="forbid", use_attribute_docstrings=True, strict=True)
-_Positive = Annotated[int, Field(ge=1)]
+_Positive = Annotated[int, Field(ge=1, le=2**63 - 1)]
+_PREPARED, _TOKENIZER = "meta.json", "tokenizer.json"  # what a prepared folder, and that of a tokenizer, has
 _Share = Annotated[float, Field(ge=0, lt=1)]
 _Kind = Literal["corpus", "text", "chat", "tokens", "synthetic"]
 
@@ -82,10 +83,26 @@ class SourceConfig:
             yield Problem(("path", "kind"), f'must not be given: kind = "{self.kind}" reads no file; {why}')
         if self.kind == "tokens" and len(self.paths) > 1:
             yield Problem(("path", "kind"), 'must be one path for kind = "tokens"; several token files are a mixture')
+        elif self.kind == "tokens":
+            yield from self._problems_of_tokens(*self.paths)
         yield from _missing("path", self.paths)
         yield from _missing("ends", self.ends)
         if self.chat_template not in ("chatml", "none"):
             yield from _missing("chat_template", self.chat_template, ' of Jinja, "chatml" or "none"')
+
+    def _problems_of_tokens(self, path: str = "") -> Iterator[Problem]:
+        width = {"uint16": 2, "uint32": 4}[self.dtype]
+        if os.path.isdir(path) and not os.path.isfile(os.path.join(path, _PREPARED)):
+            yield Problem(
+                ("path", "kind"),
+                f"must be a token file or a prepared folder; '{path}' is a folder without {_PREPARED}; text is read "
+                'with kind = "text"',
+            )
+        elif os.path.isfile(path) and (size := os.path.getsize(path)) % width:
+            yield Problem(
+                ("path", "dtype", "kind"),
+                f"must be a file of {self.dtype} tokens, {width} bytes each; '{path}' has {size} bytes",
+            )
 
     @model_validator(mode="after")
     def _raise_problems(self) -> SourceConfig:
@@ -143,5 +160,11 @@ class DataConfig(SourceConfig):
                 ("validation_path", "kind"), f'is read as path is, but kind = "{self.kind}" reads none; use validation'
             )
         yield from _missing("validation_path", self.validation_path)
-        if self.tokenizer != "bytes":
+        if self.cache is not None and (
+            not self.cache or (os.path.exists(self.cache) and not os.path.isdir(self.cache))
+        ):
+            yield Problem(("cache",), f"must be a folder, got '{self.cache}'")
+        if os.path.isdir(self.tokenizer) and not os.path.isfile(os.path.join(self.tokenizer, _TOKENIZER)):
+            yield Problem(("tokenizer",), f"must be a folder with a {_TOKENIZER}; '{self.tokenizer}' has none")
+        elif self.tokenizer != "bytes":
             yield from _missing("tokenizer", self.tokenizer, ' that is a tokenizer.json or has one, or "bytes"')

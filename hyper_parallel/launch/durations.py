@@ -6,6 +6,7 @@ import re
 
 __all__ = ["seconds_of"]
 
+_MOST_SECONDS = 3650 * 86400
 _SECONDS_OF = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 
 
@@ -20,6 +21,6 @@ def seconds_of(text: str) -> float:
     if not parts or "".join(number + unit for number, unit in parts) != text.replace(" ", "") or not in_order:
         raise ValueError('a length of time such as "11h50m", "90s" or "1d"')
     seconds = sum(float(number) * _SECONDS_OF[unit] for number, unit in parts)
-    if seconds <= 0:
-        raise ValueError("a length of time above 0")
+    if not 0 < seconds <= _MOST_SECONDS:
+        raise ValueError(f"a length of time above 0 and of at most {_MOST_SECONDS // 86400} days")
     return seconds

@@ -19,7 +19,7 @@ class LlamaConfig:
     num_heads: int = 8
     num_kv_heads: int = 4
     hidden_dim: int = 344
-    max_length: int = 256
+    max_length: int = 512
     rope_base: float = 10000.0
     norm_eps: float = 1e-5
     tie_head: bool = False  # the head uses the embedding's weight

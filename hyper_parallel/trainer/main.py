@@ -13,9 +13,12 @@ from pydantic import TypeAdapter
 from hyper_parallel.launch.environments import find_place
 from hyper_parallel.launch.failures import RankFailure
 from hyper_parallel.launch.local import run_local
+from hyper_parallel.launch.signals import StopRequest
+from hyper_parallel.trainer.config.known_model import known_model
 from hyper_parallel.trainer.config.run_config import RunConfig
 from hyper_parallel.trainer.config.showing import resolved_toml
 from hyper_parallel.trainer.forecast import FORECAST_FILE, forecast_run
+from hyper_parallel.trainer.opened_data import Asked, open_evaluation, open_training
 from hyper_parallel.trainer.report.live import LIVE_VARIABLE, LiveLine
 from hyper_parallel.trainer.report.page import write_failure
 
@@ -42,6 +45,8 @@ def start(loaded: LoadedConfig) -> int:
     folder = Path(config.log.folder)
     text = config_text(config)
     place = find_place()
+    if place is None and (status := _look_at_data(loaded)):
+        return status
     if place is None or place.rank == 0:
         forecast = None
         if config.launch.forecast:
@@ -49,10 +54,13 @@ def start(loaded: LoadedConfig) -> int:
             print(forecast.table(), flush=True)
             if not forecast.fits:
                 return 2
-        folder.mkdir(parents=True, exist_ok=True)
-        if forecast is not None:
-            (folder / FORECAST_FILE).write_text(json.dumps(forecast.as_data()), encoding="utf-8")
-        (folder / RESOLVED_FILE).write_text(resolved_toml(loaded), encoding="utf-8")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if forecast is not None:
+                (folder / FORECAST_FILE).write_text(json.dumps(forecast.as_data()), encoding="utf-8")
+            (folder / RESOLVED_FILE).write_text(resolved_toml(loaded), encoding="utf-8")
+        except OSError as error:
+            return _refused(loaded, "log.folder", f"cannot be written to: {error.strerror}, got {str(folder)!r}")
     if place is not None:
         run_rank(text)
         return 0
@@ -75,6 +83,35 @@ def start(loaded: LoadedConfig) -> int:
         if config.launch.host_rank == 0:
             write_failure(folder, str(failure))
         raise
+
+
+def _look_at_data(loaded: LoadedConfig) -> int:
+    """Open the data before ranks do, preparing it where it must be: 0, or the exit status to end with."""
+    config = loaded.config
+    vocabulary = known_model(config.model).vocab_size
+    with StopRequest() as stop:
+        key = "data.path" if config.data.paths else "data"
+        try:
+            data = open_training(config, stop)
+            key = "eval.data" if config.eval.data is not None else "data.validation"
+            validation = open_evaluation(config, stop)
+            key = "data.tokenizer"
+            for one in (data, validation):
+                if one is not None and vocabulary is not None:
+                    one.require_vocabulary(vocabulary[1])
+            key = "train.batch"
+            data.order(batch=config.train.batch, seed=config.train.seed)
+        except Asked:
+            print(f"stopped by {stop.reason} before a step was made", flush=True)
+        except (OSError, ValueError, RuntimeError) as error:
+            return _refused(loaded, key, str(error))
+        return stop.exit_code
+
+
+def _refused(loaded: LoadedConfig, key: str, what: str) -> int:
+    """Say a mistake that only looking at the machine tells; the exit status."""
+    print(f"{loaded.mistake(what, key)}\n1 mistake; nothing was started", file=sys.stderr, flush=True)
+    return 2
 
 
 def config_text(config: RunConfig) -> str:

@@ -20,7 +20,6 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.random.random_state import manual_seed
 from hyper_parallel.data.dataset import Dataset
-from hyper_parallel.data.opening import open_data, open_validation
 from hyper_parallel.data.prefetch import Prefetch
 from hyper_parallel.launch.durations import seconds_of
 from hyper_parallel.launch.join import join
@@ -34,16 +33,13 @@ from hyper_parallel.trainer.checkpoints import Checkpoints
 from hyper_parallel.trainer.config.run_config import RunConfig
 from hyper_parallel.trainer.evaluation import Evaluation
 from hyper_parallel.trainer.journal import Journal
+from hyper_parallel.trainer.opened_data import Asked, open_evaluation, open_training
 from hyper_parallel.trainer.optimizers import make_optimizer, set_rate
 from hyper_parallel.trainer.proofs import find_spelling
 from hyper_parallel.trainer.schedule import rate_factor
 from hyper_parallel.trainer.splitting import split_model
 
 __all__ = ["Result", "Trainer"]
-
-
-class _Asked(Exception):
-    """This rank is to stop."""
 
 
 @dataclass
@@ -124,16 +120,10 @@ class Trainer:
 
     def _open_data(self, stop: StopRequest) -> Dataset | None:
         """Open what is trained on; what is evaluated on. Preparing it ends early where this rank is to stop."""
-
-        def progress(*done: Any) -> None:
-            if stop.flag:
-                raise _Asked
-
-        config = self.config
         try:
-            self.data = open_data(config.data, seed=config.train.seed, progress=progress)
-            return open_validation(config.eval.data or config.data, seed=config.train.seed, progress=progress)
-        except _Asked:
+            self.data = open_training(self.config, stop)
+            return open_evaluation(self.config, stop)
+        except Asked:
             return None
 
     def _is_asked(self, stop: StopRequest) -> bool:

@@ -79,8 +79,8 @@ def test_weights_lie_as_the_plan_says():
     assert not isinstance(model(ids), hp.DTensor) and model(ids).shape == (2, 6, 11)
     logits = built(Case("structure"))(ids)
     np.testing.assert_allclose(model(ids).asnumpy(), logits.asnumpy(), rtol=1e-5, atol=1e-6)
-    with pytest.raises(ValueError, match="Llama: 257 tokens, but max_length is 256"):
-        model(Tensor(np.zeros((1, 257), np.int32)))
+    with pytest.raises(ValueError, match="Llama: 513 tokens, but max_length is 512"):
+        model(Tensor(np.zeros((1, 513), np.int32)))
 
 
 def test_a_refusal_names_the_cell():

@@ -10,11 +10,13 @@ import sys
 import pytest
 
 from hyper_parallel.trainer.config import ConfigError, load_config
+from hyper_parallel.trainer.main import start
 from tests.commands import command_environment
 
 only_on = "torch"  # imports no framework: once is enough
 
 GOOD = '[model]\nname = "llama-demo"\n[train]\nsteps = 40\nbatch = 8\n'  # what a case adds begins in line 6
+JOINED = "data.isolate=false"  # which that model needs
 
 BAD = {
     # keys
@@ -119,6 +121,67 @@ BAD = {
     "more parts than tokens": (
         "[data]\nlength = 2\n[parallel]\ncp = 4\n",
         "7: data.length: must be at least cp = 4, one token for each part of a sequence, got 2",
+    ),
+    "more stages than blocks": (
+        "[parallel]\npp = 8\n",
+        "7: parallel.pp: must be at most the blocks of llama-demo, num_blocks = 4, got 8",
+    ),
+    "more stages than blocks, by the schedule": (
+        '[parallel]\npp = 4\nschedule = "zbv"\n',
+        '7: parallel.pp: is too many for schedule = "zbv": 2 stages on each rank are 8 in all, of one block or more',
+    ),
+    "stages of a schedule that has its own": (
+        "[parallel]\npp = 2\nstages_per_rank = 3\n",
+        '8: parallel.stages_per_rank: must be left out: schedule = "1f1b" has 1 on each rank, got 3; interleaved, ',
+    ),
+    "experts of a model without": (
+        "[parallel]\nep = 2\ndp_shard = 2\n",
+        "7: parallel.ep: must be 1: llama-demo has no experts, got 2",
+    ),
+    "an order that the model does not know": (
+        '[parallel]\ncp = 2\norder = "zigzag"\n',
+        '8: parallel.order: must be "contiguous" for llama-demo, which counts positions by itself, got "zigzag"',
+    ),
+    "samples longer than the model's positions": (
+        "[data]\nlength = 513\n",
+        "7: data.length: must be at most max_length = 512 of llama-demo, got 513; for longer samples give it in ",
+    ),
+    "more ids than the model": (
+        '[eval.data]\nkind = "synthetic"\nvocab_size = 300\n',
+        "8: eval.data.vocab_size: has 300 token ids, but llama-demo only 256; give the tokenizer that belongs to ",
+    ),
+    "packed conversations for a model that mixes them": (
+        '[data]\nkind = "chat"\npath = "run.toml"\n',
+        "6: data.packing: must be false for llama-demo, which cannot keep the documents of a sample apart",
+    ),
+    "a number that no machine counts to": (
+        "seed = 9223372036854775808\n",
+        "6: train.seed: must be at most 9.22337e+18, got 9223372036854775808",
+    ),
+    "a time without end": (
+        '[launch]\ntimeout = "99999999d"\n',
+        "7: launch.timeout: must be a length of time above 0 and of at most 3650 days",
+    ),
+    "ports that there are not": (
+        '[launch]\nmaster = "node1:65535"\nmax_restarts = 2\n',
+        "7: launch.master: must have a port of at most 65535 - max_restarts = 65533, for each restart takes the next",
+    ),
+    "tokens of another width": (
+        '[data]\nkind = "tokens"\ndtype = "uint32"\npath = "run.toml"\n',
+        "9: data.path: must be a file of uint32 tokens, 4 bytes each; 'run.toml' has 1",
+    ),
+    "a folder that was not prepared": (
+        '[data]\nkind = "tokens"\npath = "."\n',
+        "8: data.path: must be a token file or a prepared folder; '.' is a folder without meta.json",
+    ),
+    "a folder without a tokenizer": (
+        '[data]\ntokenizer = "."\n',
+        "7: data.tokenizer: must be a folder with a tokenizer.json; '.' has none",
+    ),
+    "a file for a folder": ('[data]\ncache = "run.toml"\n', "7: data.cache: must be a folder, got 'run.toml'"),
+    "a folder that is no checkpoint": (
+        '[checkpoint]\nresume = "."\n',
+        "7: checkpoint.resume: must be 'auto', 'never' or the folder of a checkpoint, got '.': it has no metadata.json",
     ),
     "a warm-up longer than the run": (
         "[schedule]\nwarmup = 50\n",
@@ -238,6 +301,10 @@ WHOLE = {
         '[model]\nname = "llama-demo"\nweights = "nowhere"\n[train]\nsteps = 2\nbatch = 2\n',
         ["run.toml:3: model.weights: must be 'scratch' or a folder; there is no folder 'nowhere' here"],
     ),
+    "weights without a file": (
+        '[model]\nname = "llama-demo"\nweights = "."\n[train]\nsteps = 2\nbatch = 2\n',
+        ["run.toml:3: model.weights: must be a folder with safetensors files; '.' has none"],
+    ),
     "a value above all tables": (
         'parallel = 3\n[model]\nname = "llama-demo"\n[train]\nsteps = 2\nbatch = 2\n',
         ["run.toml:1: parallel: must be a table, [parallel], got 3"],
@@ -258,13 +325,13 @@ def _mistakes(text, *sets):
     with open("run.toml", "w") as file:
         file.write(text)
     with pytest.raises(ConfigError) as raised:
-        load_config("run.toml", sets)
+        load_config("run.toml", [JOINED, *sets])
     return [str(mistake) for mistake in raised.value.mistakes]
 
 
 def test_without_the_mistake_it_is_good(tmp_path):
     (tmp_path / "run.toml").write_text(GOOD)
-    assert load_config("run.toml").config.train.steps == 40
+    assert load_config("run.toml", [JOINED]).config.train.steps == 40
     assert len(BAD) + len(WHOLE) >= 40
 
 
@@ -375,11 +442,31 @@ def test_a_function_of_the_user_is_checked_without_being_run(tmp_path, build, ar
         assert said in found
 
 
+@pytest.mark.parametrize(
+    ("content", "sets", "said"),
+    [
+        ("", [], "run.toml:8: data.path: the data is empty: 'text.txt' hold no text"),
+        ("a few words", [], "run.toml:8: data.path: "),  # fewer tokens than a sample
+        ("words " * 99, ["train.batch=100"], "--set: train.batch: a batch of 100 samples from data that has 9 would"),
+        ("words " * 99, ["data.validation=0.99"], "run.toml:8: data.path: the training part of 9 samples is empty"),
+        ("words " * 99, ["log.folder=/proc/run"], "--set: log.folder: cannot be written to: No such file or directory"),
+    ],
+)
+def test_what_only_a_look_at_the_data_tells_is_said_before_a_start(content, sets, said, capsys):
+    with open("text.txt", "w") as file:
+        file.write(content)
+    with open("run.toml", "w") as file:
+        file.write(GOOD + '[data]\nkind = "text"\npath = "text.txt"\nlength = 64\ncache = "cache"\n')
+    assert start(load_config("run.toml", [JOINED, "launch.forecast=false", *sets])) == 2
+    assert capsys.readouterr().err.startswith(said)
+    assert sorted(os.listdir()) == ["cache", "run.toml", "text.txt"]
+
+
 def test_the_command_refuses_in_seconds_and_leaves_nothing_behind(tmp_path):
     (tmp_path / "run.toml").write_text(f"{GOOD}[parallel]\ndp_shrad = 2\n")
     before = os.times()
     done = subprocess.run(
-        [sys.executable, "-m", "hyper_parallel.cli", "config", "run.toml", "--nproc", "0", "--set", "log.folder=new"],
+        [sys.executable, "-m", "hyper_parallel.cli", "config", "run.toml", "--nproc", "0", "--set", JOINED],
         capture_output=True,
         text=True,
         env=command_environment(),

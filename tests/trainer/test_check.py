@@ -278,4 +278,4 @@ def test_a_model_that_cannot_be_split_is_told(tmp_path):
     (tmp_path / "run.toml").write_text(_TOML)
     done = CliRunner().invoke(app, ["check", str(tmp_path / "run.toml"), "--set", "parallel.ep=2"])
     assert done.exit_code == 2
-    assert "has no experts; leave ep at 1" in done.stderr
+    assert "parallel.ep: must be 1: llama-1b has no experts, got 2" in done.stderr

@@ -36,6 +36,9 @@ no_decay = [
 ''',
 ]
 lr = 1e-3
+
+[data]
+isolate = false
 """
 CHILD = """extends = "configs/base.toml"
 train = { batch = 16 }
@@ -110,7 +113,8 @@ def test_lines_of_arrays_of_tables():
 
 
 def test_from_python():
-    config = hp.RunConfig(model={"name": "llama-demo"}, train={"steps": 2, "batch": 4}, parallel={"tp": 2, "pp": 2})
+    given = {"model": {"name": "llama-demo"}, "data": {"isolate": False}}
+    config = hp.RunConfig(**given, train={"steps": 2, "batch": 4}, parallel={"tp": 2, "pp": 2})
     assert config.world_size == 4
     assert str(config.checkpoint_folder) == "run/checkpoints"
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -120,9 +124,9 @@ def test_from_python():
     with pytest.raises(
         ValidationError, match=r"train\.batch: must be at least dp_replicate x dp_shard = 5, one sample"
     ):
-        hp.RunConfig(model={"name": "llama-demo"}, train={"steps": 2, "batch": 4}, launch={"nproc": 5})
+        hp.RunConfig(**given, train={"steps": 2, "batch": 4}, launch={"nproc": 5})
     with pytest.raises(ValidationError, match=r"batches\n.*Unexpected keyword argument"):
-        hp.RunConfig(model={"name": "llama-demo"}, train={"steps": 2, "batch": 4, "batches": 3})
+        hp.RunConfig(**given, train={"steps": 2, "batch": 4, "batches": 3})
 
 
 def test_the_schema_knows_every_key_and_what_it_means():

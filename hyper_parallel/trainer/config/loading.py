@@ -12,9 +12,11 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from hyper_parallel.trainer.config.known_model import problems_with_model
 from hyper_parallel.trainer.config.merging import merge
-from hyper_parallel.trainer.config.mistakes import ConfigError, Finding, Mistake, dotted, mistakes_of
+from hyper_parallel.trainer.config.mistakes import ConfigError, Finding, Mistake, dotted, finding_of, mistakes_of
 from hyper_parallel.trainer.config.run_config import RunConfig
+from hyper_parallel.trainer.config.section import Problem
 from hyper_parallel.trainer.config.toml_layers import Key, TomlProblem, file_layers, given_layer, option_layer
 
 __all__ = ["LoadedConfig", "load_config"]
@@ -28,6 +30,11 @@ class LoadedConfig:
 
     config: RunConfig
     places: Mapping[Key, str]  # what is not here has its default
+    path: str = ""
+
+    def mistake(self, what: str, *keys: str) -> Mistake:
+        """One that is found later; the first key is where it is reported, and all are what it is about."""
+        return Mistake(_place(finding_of(Problem(keys, what)), self.places, self.path), keys[0], what)
 
 
 def load_config(
@@ -55,7 +62,7 @@ def load_config(
         mistakes.append(Mistake(_place(finding, places, str(path)), dotted(finding.key), finding.what))
     if config is None or mistakes:
         raise ConfigError(sorted(mistakes, key=_reading_order))
-    return LoadedConfig(config, places)
+    return LoadedConfig(config, places, str(path))
 
 
 def _check(values: dict[str, Any]) -> tuple[RunConfig | None, list[Finding]]:
@@ -72,6 +79,8 @@ def _check(values: dict[str, Any]) -> tuple[RunConfig | None, list[Finding]]:
         try:
             # As JSON: from Python, strict sections take neither lists for tuples nor tables for sections.
             config = adapter.validate_json(json.dumps(left, default=str))
+            found = [finding_of(problem) for problem in problems_with_model(config)]
+            findings += [finding for finding in found if not _follows(finding, doubtful)]
             return (None if findings else config), findings
         except ValidationError as error:
             found = mistakes_of(error, RunConfig)

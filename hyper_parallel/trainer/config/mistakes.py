@@ -10,12 +10,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from hyper_parallel.trainer.config.section import Section
+from hyper_parallel.trainer.config.section import Problem, Section
 from hyper_parallel.trainer.config.shape import Shape
 from hyper_parallel.trainer.config.toml_layers import Key
 from hyper_parallel.trainer.config.toml_text import key_text, value_text
 
-__all__ = ["ConfigError", "Mistake", "dotted", "mistakes_of"]
+__all__ = ["ConfigError", "Mistake", "dotted", "finding_of", "mistakes_of"]
 
 _MOST_SHOWN = 60  # characters of a wrong value
 # What pydantic finds, and what is allowed instead; its context fills in the numbers.
@@ -37,6 +37,7 @@ _ALLOWED = {
     "literal_error": "{expected}",
     "tuple_type": "a list",
     "list_type": "a list",
+    "too_long": "a list of at most {max_length}",
     "dict_type": "a table",
     "none_required": "",
     "allowed": "{allowed}",
@@ -87,13 +88,18 @@ def mistakes_of(error: ValidationError, kind: type[Section]) -> list[Finding]:
         key = _key_of(one["loc"], Shape(kind))
         if one["type"] == "problems":
             for problem in one["ctx"]["problems"]:
-                keys = [(*key, *name.split(".")) for name in problem.keys]
-                found.append(Finding(keys[0], problem.what, frozenset(keys)))
+                found.append(finding_of(problem, key))
         else:
             by_key.setdefault(key, []).append(one)
     for key, errors in by_key.items():
         found.append(_unknown(key, kind) or _finding(key, errors, kind))
     return found
+
+
+def finding_of(problem: Problem, at: Key = ()) -> Finding:
+    """A problem of the section at a key."""
+    keys: list[Key] = [(*at, *name.split(".")) for name in problem.keys]
+    return Finding(keys[0], problem.what, frozenset(keys))
 
 
 def _finding(key: Key, errors: Sequence[Mapping[str, Any]], kind: type[Section]) -> Finding:

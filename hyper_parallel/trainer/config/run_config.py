@@ -33,6 +33,8 @@ from hyper_parallel.trainer.config.sections.train import TrainConfig
 
 __all__ = ["RunConfig"]
 
+_METADATA = "metadata.json"  # of a checkpoint
+
 
 @dataclass(config=STRICT, kw_only=True, frozen=True)
 class RunConfig(Section):
@@ -109,9 +111,12 @@ class RunConfig(Section):
             if path is not None and (what := _why_no_folder(path)):
                 yield Problem((key,), what)
         resume = self.checkpoint.resume
-        if resume not in (AUTO, NEVER) and not os.path.isdir(resume):
+        if resume not in (AUTO, NEVER) and not os.path.isfile(os.path.join(resume, _METADATA)):
+            inside = sorted(Path(resume).glob(f"*/{_METADATA}"), key=os.path.getmtime) if os.path.isdir(resume) else []
+            hint = f"; did you mean '{inside[-1].parent}'?" if inside else f": it has no {_METADATA}"
             yield Problem(
-                ("checkpoint.resume",), f"must be {AUTO!r}, {NEVER!r} or the folder of a checkpoint, got {resume!r}"
+                ("checkpoint.resume",),
+                f"must be {AUTO!r}, {NEVER!r} or the folder of a checkpoint, got {resume!r}{hint}",
             )
         if self.checkpoint.export_hugging_face and self.model.build is not None:
             yield Problem(

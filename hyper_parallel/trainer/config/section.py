@@ -55,8 +55,8 @@ def _is_bytes(text: str) -> str:
 
 
 # A text is no number, 1 is no flag: nothing is converted but whole numbers where any number will do.
-Count = Annotated[int, Field(strict=True, ge=1)]
-Whole = Annotated[int, Field(strict=True, ge=0)]
+Count = Annotated[int, Field(strict=True, ge=1, le=2**63 - 1)]
+Whole = Annotated[int, Field(strict=True, ge=0, le=2**63 - 1)]
 Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(strict=True, ge=0, le=1)]
 Flag = Annotated[bool, Field(strict=True)]

@@ -11,6 +11,8 @@ from hyper_parallel.trainer.config.section import STRICT, Bytes, Count, Duration
 
 __all__ = ["LaunchConfig"]
 
+_LAST_PORT = 65535
+
 
 @dataclass(config=STRICT, kw_only=True, frozen=True)
 class LaunchConfig(Section):
@@ -46,3 +48,9 @@ class LaunchConfig(Section):
             )
         if self.master is not None and not re.fullmatch(r"([^\s:]+|\[[0-9a-fA-F:]+\]):[1-9]\d{0,4}", self.master):
             yield Problem(("master",), f'must be "host:port", such as "node1:29500", got {self.master!r}')
+        elif self.master is not None and int(self.master.rpartition(":")[2]) + self.max_restarts > _LAST_PORT:
+            yield Problem(
+                ("master", "max_restarts"),
+                f"must have a port of at most {_LAST_PORT} - max_restarts = {_LAST_PORT - self.max_restarts}, for each "
+                f"restart takes the next one, got {self.master!r}",
+            )
