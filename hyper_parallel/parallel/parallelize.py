@@ -20,6 +20,7 @@ from hyper_parallel.core.fully_shard.policies import CPUOffloadPolicy, MixedPrec
 from hyper_parallel.core.lowering.lower import BACKENDS, lower
 from hyper_parallel.core.modules.initial_values import number_initial_values
 from hyper_parallel.core.modules.numbered_blocks import number_blocks
+from hyper_parallel.core.modules.replaced_parameters import remember_parameters
 from hyper_parallel.core.pipeline_parallel.stages.stage_model import StageModel
 from hyper_parallel.core.pipeline_parallel.table import Table
 from hyper_parallel.core.tensor_parallel.parallelize import parallelize_module
@@ -134,7 +135,7 @@ def parallelize(
     number_blocks(blocks)
     number_initial_values(model)
     _take_values_of_rank_0(model, meshes)
-    compare_parameters = _platform.remember_parameters(model)
+    compare_parameters = remember_parameters(model)
     shard_experts(experts, meshes)
     _split_layers(model, meshes, plan, sequence_parallel, keep_whole, tuple(experts))
     stream = stream_between(model, meshes.compute) if table is not None and in_silent_world() else None

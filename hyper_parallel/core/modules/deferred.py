@@ -27,6 +27,7 @@ from hyper_parallel.core.modules.initial_values import (
     number_of,
 )
 from hyper_parallel.core.modules.lora import fill_adapters
+from hyper_parallel.core.modules.replaced_parameters import remember_parameters
 from hyper_parallel.platform import get_platform
 
 
@@ -59,7 +60,7 @@ def materialize(module: Any, *, device: Any = None, init: Callable[[Any], Any] |
     platform = get_platform()
     device = device if device is not None else platform.get_device_type()
     made: dict[int, _Deferred] = {}
-    compare_parameters = platform.remember_parameters(module)
+    compare_parameters = remember_parameters(module)
     number_initial_values(module)
     for path, owner in platform.get_cells_and_names(module):
         for name, parameter in platform.own_parameters(owner).items():

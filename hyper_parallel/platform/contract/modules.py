@@ -174,9 +174,11 @@ class Modules(ABC):
         return nullcontext([])
 
     @staticmethod
-    def remember_parameters(module: Any) -> Callable[[], None]:
-        """What to call when parameters of ``module`` have been replaced: errors tell of those that are used still."""
-        return lambda: None
+    @abstractmethod
+    def watch_uses(parameter: Any, on_gradient: Callable[[], None], on_step: Callable[[str], None]) -> None:
+        """Call ``on_gradient`` when backward brings the parameter a gradient, and ``on_step`` with its kind before an
+        optimizer that holds the parameter steps.
+        """
 
     @staticmethod
     def install_parameter(module: Any, name: str, parameter: Any) -> None:

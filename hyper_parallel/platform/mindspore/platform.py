@@ -42,8 +42,8 @@ from hyper_parallel.platform.mindspore.modules import (
     parameter_units,
     parameter_uses,
     raw_bits,
-    replaced_parameters,
     state,
+    watched_uses,
 )
 from hyper_parallel.platform.mindspore.operators import creation
 from hyper_parallel.platform.mindspore.takes_over import (
@@ -82,7 +82,7 @@ __all__ = ["MindSporePlatform", "added_methods", "start"]
     programs,
     raw_bits,
     recording,
-    replaced_parameters,
+    watched_uses,
     returnable_memory,
     row_groups,
     services,

@@ -50,9 +50,9 @@ from hyper_parallel.platform.torch.modules import (
     parameter_units,
     parameter_uses,
     raw_bits,
-    replaced_parameters,
     state,
     watched_losses,
+    watched_uses,
 )
 from hyper_parallel.platform.torch.takes_over import (
     addressed_draws,
@@ -103,7 +103,7 @@ from hyper_parallel.platform.torch.takes_over import (
     random_state,
     raw_bits,
     recording,
-    replaced_parameters,
+    watched_uses,
     returnable_memory,
     row_groups,
     state,
