@@ -317,3 +317,28 @@ def test_functions_inside_skip_dispatch_see_blocks() -> None:
     with hp.SkipDTensorDispatch():
         out, _ = _WithSetup.apply(x, x)
         assert not isinstance(out, hp.DTensor) and out.shape == (2, 2)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Functions that TorchScript has compiled
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _scaled(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return torch.softmax(x, 0) * y.size(0) + y.sum()
+
+
+@run_on_ranks(2)
+def test_compiled_functions_see_whole_tensors() -> None:
+    mesh = _mesh()
+    scripted = torch.jit.script(_scaled)
+    for function in (scripted, torch.jit.trace(_scaled, (tensor(5, 3), tensor(5, 1)))):
+        plain = [tensor(5, 3).requires_grad_(), tensor(5, 1, seed=1).requires_grad_()]
+        ours = [_leaf(one, mesh, hp.Shard(0)) for one in plain]
+        want, got = function(*plain), function(ours[0], y=ours[1])
+        torch.testing.assert_close(got.full_tensor(), want)
+        assert function is not scripted or got.placements == (hp.Shard(0),)  # it ran by operators, and gathered nothing
+        want.square().sum().backward()
+        got.square().sum().backward()
+        for mine, one in zip(ours, plain, strict=True):
+            torch.testing.assert_close(mine.grad.full_tensor(), one.grad)

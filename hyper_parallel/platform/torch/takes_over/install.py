@@ -18,6 +18,7 @@ from hyper_parallel.platform.torch.modules.activation import never_keep_collecti
 from hyper_parallel.platform.torch.takes_over import gradient_hooks
 from hyper_parallel.platform.torch.takes_over.checkpoint_inputs import keep_labels_of_inputs
 from hyper_parallel.platform.torch.takes_over.function_transforms import set_transforms
+from hyper_parallel.platform.torch.takes_over.scripted_functions import set_scripted_calls
 
 
 class Replaced(NamedTuple):
@@ -31,6 +32,7 @@ class Replaced(NamedTuple):
 
 REPLACED = (
     Replaced("autograd.Function.apply", "function_calls", "functions of users get DTensors as they expect tensors"),
+    Replaced("jit.ScriptFunction.__call__", "scripted_functions", "compiled functions get whole shapes, not blocks"),
     Replaced("get_rng_state", "random_state", "recomputed dropout draws the same numbers"),
     Replaced("set_rng_state", "random_state", "recomputed dropout draws the same numbers"),
     Replaced("_VF.dropout", "addressed_draws", "random functions, all of them, draw by sample", when_asked=True),
@@ -59,6 +61,7 @@ def install() -> None:
     keep_labels_of_inputs()
     never_keep_collectives()
     set_transforms()
+    set_scripted_calls()
     gradient_hooks.set_module_hooks()
     graph_functions.update(
         {
