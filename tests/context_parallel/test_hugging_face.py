@@ -12,6 +12,7 @@ import torch
 
 import hyper_parallel as hp
 from hyper_parallel.core.context_parallel.batch import ordered_batch, token_order
+from hyper_parallel.core.context_parallel.hugging_face import lazy_mask
 from hyper_parallel.testing import threads
 from tests.parallel.training import batch
 from tests.tensor_parallel.hugging_face import assert_same, build, in_double, whole
@@ -142,6 +143,17 @@ def test_what_cannot_be_done_is_refused_by_name() -> None:
     assert "order='sorted' is none of 'contiguous', 'zigzag', 'striped'" in order
     assert "attention='rings' is none of" in scheme
     assert "attention_mask of shape (4, 1, 12, 12)" in pairs and "cannot be put in zigzag order" in pairs
+
+
+def test_a_mask_that_models_make_and_do_not_use_or_compute_with() -> None:
+    """Qwen2-MoE makes one with a window of no token, and gives it to no layer; DeepSeek-V3.2 takes rows of its mask."""
+    masks = pytest.importorskip("transformers.masking_utils")
+    nobody = masks.and_masks(masks.sliding_window_overlay(0), masks.causal_mask_function)
+    sizes = {"batch_size": 2, "q_length": 6, "kv_length": 6}
+    for given in ({}, {"attention_mask": torch.ones(2, 6, dtype=torch.long)}):
+        assert lazy_mask(**sizes, **given, mask_function=nobody).relation((0, 6), (0, 6)) == "none"
+    with pytest.raises(TypeError, match=r"computes with its attention mask by itself \(\[\.\.\.\]\).* without cp"):
+        lazy_mask(**sizes, mask_function=masks.causal_mask_function)[:, 0]
 
 
 @pytest.mark.parametrize("name", ["contiguous", "zigzag", "striped"])

@@ -111,6 +111,8 @@ def lazy_mask(
             others.append(part)
     if attention_mask is not None:
         given["valid"] = _padding(attention_mask, kv_length, kv_offset)
+    if given.get("window") == 0:  # nobody sees anyone: a mask that no layer is given (Qwen2-MoE)
+        given["window"], given["valid"] = None, np.zeros(kv_length, dtype=bool)
     if order is not None:
         given["positions"] = order.indices
         if others:
@@ -132,10 +134,16 @@ class _MaskOfModel(Visibility):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise AttributeError(
-            f"the model computes with its attention mask by itself (.{name}), which under cp is no tensor of all pairs "
-            "of tokens: such attention cannot be computed over a sharded sequence; write degrees without cp"
-        )
+        raise AttributeError(_COMPUTED_WITH.format(f".{name}"))
+
+    def __getitem__(self, index: Any) -> Any:
+        raise TypeError(_COMPUTED_WITH.format("[...]"))
+
+
+_COMPUTED_WITH = (
+    "the model computes with its attention mask by itself ({}), which under cp is no tensor of all pairs of tokens: "
+    "such attention cannot be computed over a sharded sequence; write degrees without cp"
+)
 
 
 def _conjuncts(function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
