@@ -80,6 +80,25 @@ class _AddsBehind(_Careless):
         return x + first
 
 
+class _Table(nn.Embedding):
+    def forward(self, size: torch.Size) -> torch.Tensor:
+        return super().forward(torch.arange(size[-1]))
+
+
+class _GivesSizes(_Careless):
+    """A table of positions that is asked by their number, as RoFormer's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = _Table(11, 6)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids) + self.positions(input_ids.shape)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
 def test_a_model_that_uses_its_embedding_beside_the_stream_is_refused() -> None:
     """On stages without it there are zeros in its place: the numbers would be wrong without a word."""
 
@@ -90,12 +109,14 @@ def test_a_model_that_uses_its_embedding_beside_the_stream_is_refused() -> None:
         run = hp.parallelize(model, "pp=2", microbatches=2, loss=_loss)
         run.forward_backward(input_ids=torch.zeros(4, 3, dtype=torch.long))
 
-    with pytest.raises(
-        ValueError, match=r"'blocks.0' is given, beside the stream, a tensor .* \(extra=\) .*; only the st"
-    ):
-        threads(2).run(work, _GivesToBlocks)
-    for kind, frozen in ((_AddsBehind, False), (_GivesToBlocks, True)):
+    for frozen in (False, True):
         with pytest.raises(
-            RuntimeError, match=r"1B0 .* what 'embed' gives before the blocks is used beside the stream"
+            ValueError, match=r"'blocks.0' is given, beside the stream, a tensor .* \(extra=\) .*; only the st"
         ):
-            threads(2).run(work, kind, frozen)
+            threads(2).run(work, _GivesToBlocks, frozen)
+    with pytest.raises(
+        ValueError, match=r"'positions' \(_Table\) runs before the blocks and is called with a Size, no"
+    ):
+        threads(2).run(work, _GivesSizes)
+    with pytest.raises(RuntimeError, match=r"1B0 .* what 'embed' gives before the blocks is used beside the stream"):
+        threads(2).run(work, _AddsBehind)

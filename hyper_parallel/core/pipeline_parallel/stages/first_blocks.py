@@ -3,8 +3,8 @@ shapes where the model has no memory yet."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,6 +69,8 @@ def look(model: Any, blocks: Sequence[str], inputs: Mapping[str, Any], *, at_sec
                 raise _Enough
             if not streams:
                 called.append(path)
+                if path and _platform.own_parameters(module) and not any(one.startswith(f"{path}.") for one in blocks):
+                    _check_called(path, module, args, kwargs)
 
         return hook
 
@@ -83,7 +85,7 @@ def look(model: Any, blocks: Sequence[str], inputs: Mapping[str, Any], *, at_sec
     # Some models make a cache for all blocks first and fail on one block's; others look at values without one.
     keeps_cache = bool(getattr(getattr(model, "config", None), "use_cache", False))
     try:
-        with nullcontext() if at_second else _platform.no_grad():
+        with _as_trained(model) if at_second else _platform.no_grad():
             try:
                 model(**inputs)
             except (_Enough, _BesideStream):
@@ -124,8 +126,35 @@ def look(model: Any, blocks: Sequence[str], inputs: Mapping[str, Any], *, at_sec
     return Seen(tuple(dict.fromkeys(called)), spec, num_outputs, handed_on)
 
 
+@contextmanager
+def _as_trained(model: Any) -> Iterator[None]:
+    """Context: every parameter asks for its gradient, so that what is computed with frozen ones is known too."""
+    frozen = [
+        one
+        for one in _platform.parameters_dict(model).values()
+        if not _platform.requires_grad(one) and one.is_floating_point()
+    ]
+    for parameter in frozen:
+        parameter.requires_grad = True
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad = False
+
+
 class _BesideStream(Exception):
     """Something that only other stages know beside the stream."""
+
+
+def _check_called(path: str, module: Any, args: Any, kwargs: Any) -> None:
+    """Refuse a module before the blocks whose output has no shape that stages without it could tell from its input."""
+    if args and not _platform.is_tensor(args[0]):
+        raise _BesideStream(
+            f"split_stages: '{path}' ({type(module).__name__}) runs before the blocks and is called with a "
+            f"{type(args[0]).__name__}, no tensor, so the shape of what it gives cannot be told on stages without it: "
+            "use tp, dp_shard or cp for this model, or make it of buffers, which every stage has"
+        )
 
 
 def _check_given(path: str, args: Any, kwargs: Any) -> None:
