@@ -34,8 +34,24 @@ class Checkpoints:
         """The checkpoint to go on from, None: begin anew."""
         if self._config.resume == NEVER:
             return None
-        found = latest(self.folder) if self._config.resume == AUTO and self.folder.is_dir() else None
-        return Path(self._config.resume) if self._config.resume not in (AUTO, NEVER) else found
+        if self._config.resume != AUTO:
+            return Path(self._config.resume)
+        found = latest(self.folder)
+        newer = self._behind(found)
+        if newer and get_platform().get_rank() == 0:
+            so = "the run begins anew" if found is None else f"the run goes on from {found}"
+            print(f"not whole, and passed over: {', '.join(map(str, newer))}; {so}", flush=True)
+        return found
+
+    def _behind(self, one: Path | None) -> list[Path]:
+        found = checkpoints(self.folder)
+        return found[found.index(one) + 1 :] if one in found else found
+
+    def instead_of(self, damaged: Path) -> str:
+        """What to write in the config to go on without a checkpoint whose content is damaged."""
+        older = [one for one in checkpoints(self.folder) if one not in (damaged, *self._behind(damaged))]
+        value, what = (older[-1], "go on from the one before") if older else (NEVER, "begin anew")
+        return f'To {what} write checkpoint.resume = "{value}"'
 
     def is_due(self, step: int) -> bool:
         """Whether the config wants a checkpoint of this step."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hyper_parallel.core.distributed_checkpoint.base.errors import CorruptCheckpointError
 from hyper_parallel.core.dtensor.random.random_state import manual_seed
 from hyper_parallel.data.dataset import Dataset
 from hyper_parallel.data.prefetch import Prefetch
@@ -147,7 +148,10 @@ class Trainer:
             give_values(self.run, config.model, config.train.seed)
         self.optimizer = make_optimizer(config.optimizer, self.run.named_parameters())
         frozen = self.checkpoints.hold_frozen
-        more = self.run.load(self.resumed_from, self.optimizer, frozen=frozen, options=False, order=None)
+        try:
+            more = self.run.load(self.resumed_from, self.optimizer, frozen=frozen, options=False, order=None)
+        except CorruptCheckpointError as error:
+            raise type(error)(f"{error}. {self.checkpoints.instead_of(self.resumed_from)}") from None
         self.order.load_state(more["order"])
 
     # ---------------------------------------------------------------- the loop

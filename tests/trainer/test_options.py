@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import hyper_parallel as hp
+from hyper_parallel.checkpoint import CorruptCheckpointError
 from hyper_parallel.data import open_data, open_validation
 from hyper_parallel.trainer.config.sections.schedule import ScheduleConfig
 from hyper_parallel.trainer.metrics import read_metrics
@@ -109,6 +110,26 @@ def test_where_a_run_goes_on(tmp_path):
     assert again.losses == pytest.approx({step: straight[step] for step in (5, 6)}, rel=1e-11)
     done = train_on_threads(run_config(tmp_path))
     assert (done.status, done.step, done.losses) == ("finished", 6, {})
+
+
+def test_damaged_checkpoints_are_told(tmp_path, capsys):
+    """Where a file is cut, the one before is taken; where only its content says so, the error names that one."""
+    straight = train_on_threads(run_config(tmp_path, checkpoint={"every": 2, "keep_last": 9})).losses
+    newest = tmp_path / "checkpoints" / "step-6"
+    (file,) = newest.glob("*.safetensors")
+    content = file.read_bytes()
+    file.write_bytes(content[:-100])
+    again = train_on_threads(run_config(tmp_path, checkpoint={"folder": str(tmp_path / "checkpoints")}))
+    assert again.losses == pytest.approx({step: straight[step] for step in (5, 6)}, rel=1e-11)
+    assert (
+        f"not whole, and passed over: {newest}; the run goes on from {newest.parent / 'step-4'}"
+        in capsys.readouterr().out
+    )
+    (file,) = newest.glob("*.safetensors")
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(CorruptCheckpointError, match=r'To go on from the one before write .*resume = ".*step-4"'):
+        train_on_threads(run_config(tmp_path))
 
 
 def test_a_resumed_run_has_the_options_of_its_config(tmp_path):
