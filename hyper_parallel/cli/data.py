@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -136,11 +135,13 @@ def _has_conversations(path: str) -> bool:
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
-    library = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
-    try:
-        data = library.loads(path.read_text(encoding="utf-8")).get("data", {})
-    except library.TOMLDecodeError as error:
-        raise ValueError(f"{path}: this is no TOML: {error}") from None
+    """[data] of a config and of those that it extends."""
+    room = "hyper_parallel.trainer.config"
+    layers = importlib.import_module(f"{room}.toml_layers").file_layers(path)
+    values, _ = importlib.import_module(f"{room}.merging").merge(
+        layers, importlib.import_module(f"{room}.run_config").RunConfig
+    )
+    data = values.get("data", {})
     if not isinstance(data, dict):
         raise ValueError(f"{path}: data must be a section, [data]")
     return data

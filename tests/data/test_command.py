@@ -68,8 +68,11 @@ def test_a_run_toml_is_understood(run, tmp_path, chats):
     toml.write_text(f'steps = 3\n[data]\nkind = "chat"\npath = "{chats}"\nlength = 128\n')
     assert "samples of 128" in run("prepare", toml)[1]
     assert "samples of 99" in run("prepare", toml, "--length", 99)[1]
+    toml.rename(tmp_path / "base.toml")
+    toml.write_text('extends = "base.toml"\ndata = { length = 97 }\n')
+    assert "samples of 97" in run("prepare", toml)[1]
     toml.write_text("[data\n")
-    assert "run.toml: this is no TOML" in run("prepare", toml)[2]
+    assert "run.toml:1: is not TOML" in run("prepare", toml)[2]
 
 
 def test_the_corpus_and_synthetic_tokens_need_no_files(run):
