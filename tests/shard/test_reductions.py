@@ -64,6 +64,7 @@ SUMS = [
     Sample("any", (COUNTS.to(torch.uint8), 1)),
     Sample("all", (COUNTS, (0, 1))),
     Sample("Tensor.sum_to_size", (tensor(2, 5, 3), (5, 1))),
+    Sample("Tensor.sum_to_size", (COUNTS.int(), (5, 1))),
     Sample("trace", (tensor(5, 3),)),
     Sample("trace", (tensor(2, 7),)),
     Sample("median", (tensor(5, 3), 0)),

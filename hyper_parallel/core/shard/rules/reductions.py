@@ -184,7 +184,12 @@ def sum_to_size(call: OpCall) -> Signature:
 
 
 def _sum_to_size(call: LocalCall) -> Any:
-    return call.args[0].sum_to_size(call.local_output_shape())
+    """The sum over the dims that shrink: a block of size 1 is summed too, which gives integers their dtype."""
+    block, shape, wanted = call.args[0], call.input_shapes[0], call.output_shapes[0]
+    sizes = (0,) * (len(shape) - len(wanted)) + tuple(wanted)
+    dims = tuple(dim for dim, size in enumerate(sizes) if size != shape[dim])
+    summed = block.sum(dim=dims, keepdim=True) if dims else block
+    return summed.reshape(call.local_output_shape())
 
 
 @rule("trace")
