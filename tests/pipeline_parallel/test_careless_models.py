@@ -120,3 +120,27 @@ def test_a_model_that_uses_its_embedding_beside_the_stream_is_refused() -> None:
         threads(2).run(work, _GivesSizes)
     with pytest.raises(RuntimeError, match=r"1B0 .* what 'embed' gives before the blocks is used beside the stream"):
         threads(2).run(work, _AddsBehind)
+
+
+class _Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.drop = nn.BatchNorm1d(6), nn.Dropout(0.5)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.drop(self.norm(x.flatten(0, 1)).view_as(x))
+
+
+def test_a_look_at_blocks_leaves_their_averages_and_random_numbers() -> None:
+    def work() -> None:
+        model = _Careless()
+        model.blocks = nn.ModuleList(_Counting() for _ in range(2))
+        before, drawn = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+        run = hp.parallelize(model, "pp=2", microbatches=1, loss=_loss)
+        assert run.model.training and torch.equal(torch.get_rng_state(), drawn)
+        for name, value in run.model.state_dict().items():
+            assert value.is_meta or torch.equal(value, before[name]), name
+
+    threads(2).run(work)

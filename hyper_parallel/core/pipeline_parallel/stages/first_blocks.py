@@ -85,7 +85,7 @@ def look(model: Any, blocks: Sequence[str], inputs: Mapping[str, Any], *, at_sec
     # Some models make a cache for all blocks first and fail on one block's; others look at values without one.
     keeps_cache = bool(getattr(getattr(model, "config", None), "use_cache", False))
     try:
-        with _as_trained(model) if at_second else _platform.no_grad():
+        with _without_trace(model), _as_trained(model) if at_second else _platform.no_grad():
             try:
                 model(**inputs)
             except (_Enough, _BesideStream):
@@ -141,6 +141,25 @@ def _as_trained(model: Any) -> Iterator[None]:
     finally:
         for parameter in frozen:
             parameter.requires_grad = False
+
+
+@contextmanager
+def _without_trace(model: Any) -> Iterator[None]:
+    """Context: an evaluation behind which buffers, where models count or average, and random numbers are as before."""
+    modules = [module for _, module in _platform.get_cells_and_names(model)]
+    places = [(one, table, name) for one in modules for table, name in _platform.tensor_names(one) if "buffer" in table]
+    buffers = _platform.values_at(places)
+    values = [None if one is None else _platform.copied(_platform.detached(one)) for one in buffers]
+    drawn, was_training = _platform.get_draw_state(), _platform.set_training(model, False)
+    try:
+        yield
+    finally:
+        _platform.set_training(model, was_training)
+        _platform.set_draw_state(drawn)
+        for (module, table, name), buffer, value in zip(places, buffers, values, strict=True):
+            vars(module)[table][name] = buffer
+            if value is not None:
+                _platform.load_into_param(buffer, value)
 
 
 class _BesideStream(Exception):
