@@ -83,7 +83,7 @@ def test_stages_with_the_other_parallelisms(sweep: bool) -> None:
         cases += [
             ("pp=2, tp=2", {"schedule": "1f1b", "microbatches": 3, "sequence_parallel": False}),
             ("pp=2, dp_shard=2", {"schedule": "zbv", "microbatches": 4, "recompute": "full"}),
-            ("pp=2, dp_replicate=2", {"schedule": "interleaved", "microbatches": 2}),
+            ("pp=2, dp_replicate=2", {"schedule": "zb_h1", "microbatches": 3, "recompute": "full"}),
             ("pp=2, cp=2", {"schedule": "1f1b", "microbatches": 3}),
         ]
     want = {tied: in_one_piece(tied) for tied in (True, False)}

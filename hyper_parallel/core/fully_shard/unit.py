@@ -208,13 +208,14 @@ class Unit:
     def whole_tensors(self) -> list[Any]:
         """A tensor for each parameter: over the gathered values, or its own memory where it is not sharded."""
         if not self.buffers and not any(dtype for _, dtype in self._kept_whole):
-            return _platform.all_detached(self.tensors)
+            return _platform.all_seen_as_parameters(_platform.all_detached(self.tensors))
         made: list[Any] = [None] * len(self.parameters)
         for number, tensor in zip(self._gathered, chain(*(one.tensors() for one in self.buffers)), strict=True):
             made[number] = tensor
         for number, dtype in self._kept_whole:
             block = _platform.detached(self.tensors[number])
-            made[number] = block if dtype is None else _platform.tensor_type_cast(block, dtype)
+            value = block if dtype is None else _platform.tensor_type_cast(block, dtype)
+            (made[number],) = _platform.all_seen_as_parameters([value])
         return made
 
     def values(self, tensors: Sequence[Any]) -> list[Any]:

@@ -35,6 +35,7 @@ __all__ = [
     "adds_to_leaves",
     "after_backward",
     "all_detached",
+    "all_seen_as_parameters",
     "before_backward",
     "is_container",
     "is_recording",
@@ -217,6 +218,12 @@ def all_detached(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     detach = torch.Tensor.detach
     with NoInterception():
         return [detach(parameter) for parameter in parameters]
+
+
+def all_seen_as_parameters(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    for one in tensors:
+        one._is_param = True  # type: ignore[attr-defined]  # what nn.Parameter's instance check looks at
+    return tensors
 
 
 def addresses_of(parameters: Sequence[torch.Tensor]) -> tuple[int, ...]:
