@@ -24,7 +24,8 @@ def auxiliary_loss(
     probabilities = scores if config.score_func == "softmax" else scores / (scores.sum(-1, keepdims=True) + 1e-20)
     total = None
     if config.balance_loss:
-        shares = counts.astype(scores.dtype) / counts.sum() * config.num_experts
+        total_count = counts.sum().clip(1, None)  # a micro-batch may have no rows on any rank
+        shares = counts.astype(scores.dtype) / total_count * config.num_experts
         total = config.balance_loss * (shares * probabilities.mean(0)).sum()
     if config.sequence_loss:
         each = num_choices(chosen.reshape(samples, -1), config.num_experts)

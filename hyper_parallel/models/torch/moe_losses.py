@@ -40,7 +40,8 @@ def auxiliary_loss(
     probabilities = scores if config.score_func == "softmax" else scores / (scores.sum(-1, keepdim=True) + 1e-20)
     total = logits.new_zeros(())
     if config.balance_loss:
-        shares = counts.to(scores.dtype) / counts.sum() * config.num_experts
+        total_count = counts.sum().clamp(min=1)  # a micro-batch may have no rows on any rank
+        shares = counts.to(scores.dtype) / total_count * config.num_experts
         total = total + config.balance_loss * (shares * probabilities.mean(0)).sum()
     if config.sequence_loss:
         each = num_choices(chosen.reshape(samples, -1), config.num_experts)
