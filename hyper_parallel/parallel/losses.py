@@ -117,6 +117,11 @@ class GivenLoss:
         return self.sum_and_count(model, batch)[0] / total.targets
 
     @staticmethod
+    def share_of_auxiliary(parts: Sequence[Counts], total: Counts, number: int, losses: Sequence[Any]) -> Any:
+        """What auxiliary losses of blocks add to the loss: nothing, for the function knows the outputs alone."""
+        return plain(losses[0]) * 0
+
+    @staticmethod
     def checked(found: Sequence[Any]) -> Sequence[Any]:
         """What a step has given."""
         return found
@@ -151,6 +156,14 @@ class LabelledLoss:
         return _with_auxiliary(
             loss, auxiliary, part, total, lambda one: self.means.share(one, seen, part, total, batch)
         )
+
+    @staticmethod
+    def share_of_auxiliary(parts: Sequence[Counts], total: Counts, number: int, losses: Sequence[Any]) -> Any:
+        """What auxiliary losses of blocks, which the model adds up, add to the loss, in the part with that number."""
+        added = plain(losses[0])
+        for loss in losses[1:]:
+            added = added + plain(loss)
+        return _share_by_rows(added, parts[number], total)
 
     def _auxiliary(self, outputs: Any) -> Any:
         """What the model has added to its loss beside the mean over its labels."""
@@ -265,7 +278,11 @@ def _with_auxiliary(loss: Any, auxiliary: Any, part: Counts, total: Counts, shar
     """The share of a part's loss, which has ``auxiliary`` in it: that by rows, the rest by ``share``."""
     if auxiliary is None:
         return share(loss)
-    return share(loss - auxiliary) + auxiliary * part.rows / total.rows
+    return share(loss - auxiliary) + _share_by_rows(auxiliary, part, total)
+
+
+def _share_by_rows(auxiliary: Any, part: Counts, total: Counts) -> Any:
+    return auxiliary * part.rows / total.rows
 
 
 def _loss_in(model: Any, outputs: Any) -> Any:

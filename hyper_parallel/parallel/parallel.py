@@ -182,7 +182,9 @@ class Parallel:
         def share(model: Any, number: int, values: dict[str, Any]) -> tuple[Any, ...]:
             return (self._loss.share(model, values, counts[number], total),)
 
-        return self._summed([one for (one,) in self._loss.checked(self._runs.run(parts, share, self._draws, backward))])
+        beside = functools.partial(self._loss.share_of_auxiliary, counts, total)
+        found = self._runs.run(parts, share, self._draws, backward, beside)
+        return self._summed([one for (one,) in self._loss.checked(found)])
 
     def _require_values(self, like: Any) -> None:
         """A model without memory runs where nobody looks at values: in a world that is silent, or on such inputs."""
@@ -216,12 +218,11 @@ class Parallel:
 
         It is the one that :meth:`mine` gave them; where it was not asked, all ranks have as many as this one.
         """
-        self._routed.rows = part.rows
         begin, count = self._first_row
         rows = self._num_rows
         if count != rows:
             begin = self._place[0] * rows
-        rows_of_part = SampleRows(begin + part.first, max(1, part.rows))
+        rows_of_part = SampleRows(begin + part.first, max(1, part.rows), runs_along=not part.rows)
         with draws_by_sample(step=self.step, rows=rows_of_part), ordered_tokens(part.order):
             yield
 
@@ -248,7 +249,7 @@ class Parallel:
         if self.pipeline is not None:
             axes = ("pp", *axes)
             shares = [_platform.tensor_type_cast(share, self.pipeline.dtype) for share in shares]
-            shares = shares if self.pipeline.is_counted else [self.pipeline.nothing]
+            shares = shares or [self.pipeline.nothing]
         total = shares[0]
         for share in shares[1:]:
             total = total + share

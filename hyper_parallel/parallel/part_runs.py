@@ -15,12 +15,14 @@ from hyper_parallel.parallel.micro_batches import MicroBatch
 from hyper_parallel.parallel.sequence_inputs import shard_sequences
 from hyper_parallel.platform import get_platform
 
-__all__ = ["InTurn", "Objective", "PartRuns", "own_samples", "weighted"]
+__all__ = ["Beside", "InTurn", "Objective", "PartRuns", "own_samples", "weighted"]
 
 _platform = get_platform()
 
 #: (model, number of the part, its values) to tensors, of which the first is differentiated.
 Objective = Callable[[Callable[..., Any], int, dict[str, Any]], tuple[Any, ...]]
+#: (number of the part, auxiliary losses of blocks) to what they add to the loss.
+Beside = Callable[[int, Sequence[Any]], Any]
 Draws = Callable[[MicroBatch], AbstractContextManager[None]]
 
 
@@ -28,9 +30,17 @@ class PartRuns(Protocol):
     """What runs the parts of a batch."""
 
     def run(
-        self, parts: Sequence[MicroBatch], objective: Objective, draws: Draws, backward: bool
+        self,
+        parts: Sequence[MicroBatch],
+        objective: Objective,
+        draws: Draws,
+        backward: bool,
+        beside: Beside | None = None,
     ) -> list[tuple[Any, ...]]:
-        """What the objective gives for each part, without gradient; nothing on a rank that does not know."""
+        """What the objective gives for each part, without gradient; nothing on a rank that does not know.
+
+        ``beside``: what auxiliary losses add to the loss that stages before the last, without an objective, have.
+        """
 
 
 class InTurn:
@@ -42,7 +52,12 @@ class InTurn:
         self._sizes = degrees.sizes
 
     def run(
-        self, parts: Sequence[MicroBatch], objective: Objective, draws: Draws, backward: bool
+        self,
+        parts: Sequence[MicroBatch],
+        objective: Objective,
+        draws: Draws,
+        backward: bool,
+        beside: Beside | None = None,
     ) -> list[tuple[Any, ...]]:
         """See :class:`PartRuns`. forward and backward: the model's collectives, in each part."""
         results = []

@@ -21,13 +21,14 @@ from hyper_parallel.core.pipeline_parallel.runtime.shared_gradients import Share
 from hyper_parallel.core.pipeline_parallel.runtime.stage_work import StageWork
 from hyper_parallel.core.pipeline_parallel.runtime.weight_gradients import split_backward
 from hyper_parallel.core.pipeline_parallel.stages.grad_norm import clip_grad_norm_of_stages
+from hyper_parallel.core.pipeline_parallel.stages.losses_of_blocks import with_loss
 from hyper_parallel.core.pipeline_parallel.stages.stage_model import StageModel
 from hyper_parallel.core.pipeline_parallel.table import Table
 from hyper_parallel.core.pipeline_parallel.tables import forward_only
 from hyper_parallel.parallel.losses import GivenLoss, LabelledLoss
 from hyper_parallel.parallel.meshes import Meshes
 from hyper_parallel.parallel.micro_batches import MicroBatch
-from hyper_parallel.parallel.part_runs import Draws, Objective, weighted
+from hyper_parallel.parallel.part_runs import Beside, Draws, Objective, weighted
 from hyper_parallel.parallel.sequence_inputs import shard_sequences
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.shared.membership import current_member
@@ -81,6 +82,8 @@ class Pipeline:
         self._device: Any = None
         self._has_memory = False  # of the model, once it was seen
         self._objective: Any = None
+        self._beside: Beside | None = None
+        self._shares: list[tuple[Any, ...]] = []
         self._draws: Any = None
         self._found: dict[int, tuple[Any, ...]] = {}
 
@@ -106,11 +109,6 @@ class Pipeline:
             self._table_for_rows = None
         return self.table.microbatches
 
-    @property
-    def is_counted(self) -> bool:
-        """Whether this rank has the last stage, hence the loss."""
-        return self.table.stages.last in self.stages.stages
-
     @functools.cached_property
     def dtype(self) -> Any:
         """In which losses travel: also ranks that do not have them must know it."""
@@ -125,14 +123,20 @@ class Pipeline:
     # ---------------------------------------------------------------- a step
 
     def run(
-        self, parts: Sequence[MicroBatch], objective: Objective, draws: Draws, backward: bool
+        self,
+        parts: Sequence[MicroBatch],
+        objective: Objective,
+        draws: Draws,
+        backward: bool,
+        beside: Beside | None = None,
     ) -> list[tuple[Any, ...]]:
-        """See :class:`PartRuns`: results are on ranks with the last stage.
+        """See :class:`PartRuns`: results are on ranks with the last stage, and with stages that have losses beside.
 
         forward and backward: messages between neighbouring stages, and the model's collectives.
         """
         self._values = [shard_sequences(part.values, self._meshes.compute) for part in parts]
         self._parts, self._objective, self._draws, self._found = parts, objective, draws, {}
+        self._beside, self._shares = beside, []
         table = self.table if backward else self._table_of_forwards(len(parts))
         signatures = [_signature(values, self.stages.model) for values in self._values]
         like = next(value for value in parts[0].values.values() if _platform.is_tensor(value))
@@ -142,9 +146,10 @@ class Pipeline:
             self._run_of(table).run(signatures, self._device)
             if backward:
                 self._shared.add_up(before)
-            return [self._found[number] for number in sorted(self._found)]
+            return [*(self._found[number] for number in sorted(self._found)), *self._shares]
         finally:
             self._values, self._parts, self._objective, self._draws, self._found = [], (), None, None, {}
+            self._beside, self._shares = None, []
 
     def _run_of(self, table: Table) -> TableRun:
         if table not in self._runs:
@@ -183,10 +188,19 @@ class Pipeline:
         part, values = self._parts[number], self._values[number]
         with self._draws(part):
             if stage < self.table.stages.last:
-                return [run(**self._loss.inputs(values))]
+                return [self._with_losses(number, run(**self._loss.inputs(values)))]
             found = weighted(self._objective(run, number, values), part)
         self._found[number] = tuple(map(_platform.detached, found))
         return list(found[:1])
+
+    def _with_losses(self, number: int, stream: Any) -> Any:
+        """What a stage before the last hands on, with the share of its blocks' auxiliary losses in the gradient."""
+        losses = self.stages.losses
+        if self._beside is None or not losses:
+            return stream
+        (share,) = weighted((self._beside(number, losses),), self._parts[number])
+        self._shares.append((_platform.detached(share),))
+        return with_loss(stream, share)
 
     def _guess(self, value: Value) -> list[TensorSpec]:
         """What would come from the stage before, where nobody sends anything: blocks give what they are given."""

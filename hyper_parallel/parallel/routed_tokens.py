@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+from hyper_parallel.core.dtensor.random.sample_address import current
 from hyper_parallel.models.expert_balance import mixtures_of
 from hyper_parallel.parallel.counts import plain
 from hyper_parallel.platform import get_platform
@@ -25,16 +26,14 @@ class RoutedTokens:
 
     def __init__(self, parts: Sequence[Any], mesh: DeviceMesh) -> None:
         self._mesh = mesh
-        #: Samples of this rank in the micro-batch at work.
-        self.rows = 1
         self._mixtures = [module for part in parts for _, module in mixtures_of(part)]
         for module in self._mixtures:
             module.batch = self
 
     def own(self, counts: Any) -> Any:
-        """Counts of this rank's samples, plain."""
-        counts = plain(counts)
-        return counts if self.rows else counts * 0
+        """Counts of this rank's samples, plain; of those of the first pass where a block is computed again."""
+        counts, rows = plain(counts), None if current.address is None else current.address.rows
+        return counts * 0 if rows is not None and rows.runs_along else counts
 
     def total(self, counts: Any) -> Any:
         """Counts of all samples of the micro-batch.

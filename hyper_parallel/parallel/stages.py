@@ -8,6 +8,7 @@ from typing import Any
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.pipeline_parallel.runtime.boundary import TensorSpec, describe, without_partial_sums
 from hyper_parallel.core.pipeline_parallel.stages.first_blocks import look
+from hyper_parallel.core.pipeline_parallel.stages.losses_of_blocks import gives_loss
 from hyper_parallel.core.pipeline_parallel.stages.split import Split, split_stages
 from hyper_parallel.core.pipeline_parallel.table import Table
 from hyper_parallel.core.pipeline_parallel.tables import make_table, schedule_name
@@ -60,14 +61,15 @@ def split_model(
             f"parallelize: stages={list(stages)} are {len(stages)} stages, and the schedule has {num_stages}; give the "
             "number of blocks of each"
         )
-    for path, mixture in mixtures_of(model):
-        if mixture.config.has_losses:
-            raise ValueError(
-                f"parallelize: '{path}' has auxiliary losses, which blocks hand on beside the stream, and stages of a "
-                "pipeline send the stream alone: write balance_loss=0, sequence_loss=0, z_loss=0 in its config and "
-                "balance the experts by load_balance_coeff=0.001, or leave pp out"
-            )
     found = structure_of(model)
+    modules = dict(_platform.get_cells_and_names(model))
+    giving = tuple(f"{path}." for path in found.blocks if gives_loss(modules[path]))
+    for path, mixture in mixtures_of(model):
+        if mixture.config.has_losses and not path.startswith(giving):
+            raise ValueError(
+                f"parallelize: '{path}' has auxiliary losses, and the block around it does not say that it hands them "
+                "on: let it give (stream, loss), with gives_loss = True as an attribute, and the model a MixtureLoss"
+            )
     return split_stages(
         model,
         num_stages if stages is None else stages,

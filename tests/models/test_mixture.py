@@ -244,16 +244,15 @@ def test_experts_sharded_by_expert_train_as_one_device(case, sweep):
         check(train(case, degrees, 1), want)
 
 
+@pytest.mark.sweep("mindspore")
 @run_on_ranks(2, sweep=(4,), timeout=300)
-@pytest.mark.skipif(on_mindspore, reason="stages of the reference models run there in tests of pipelines")
-def test_stages_of_a_pipeline(sweep):
-    ranks, case = get_platform().get_world_size(), "without losses"
-    want = on_one_device(case)
-    degrees = "pp=2" if ranks == 2 else "pp=2, dp_shard=2, ep=2"
+@pytest.mark.parametrize("case", small_or_sweep(["softmax", "sigmoid with groups", "without losses"], ["softmax"]))
+def test_stages_of_a_pipeline(case, sweep):
+    """Also auxiliary losses: of the blocks of each stage, once in the loss, and the counts of all ranks in them."""
+    degrees, parts = ("pp=2", 1) if get_platform().get_world_size() == 2 else ("pp=2, dp_shard=2, ep=2", 2)
+    want = on_one_device(case, parts, microbatches=4)
     for options in ({}, {"recompute": "full"}, {"schedule": "zb_h1"}) if sweep else ({"recompute": "full"},):
         check(train(case, degrees, 4, **options), want, in_stages=True)
-    with pytest.raises(ValueError, match=r"'blocks.1.moe' has auxiliary losses.*balance the experts by load_balance"):
-        train("softmax", degrees, 4)
 
 
 @pytest.mark.sweep("mindspore")  # minutes there: an expert is a product of its own
@@ -269,6 +268,11 @@ def test_micro_batches_have_the_counts_of_all_ranks(recompute):
 def test_losses_of_sequences_and_tokens_do_not_depend_on_micro_batches():
     check(train("before experts", "dp_shard=1", 3), on_one_device("before experts"))
     check(train("before experts", "dp_shard=1", 9, recompute="full"), on_one_device("before experts"))
+
+
+@run_on_ranks(1)
+def test_micro_batches_without_rows_add_nothing():
+    check(train("softmax", "dp_shard=1", 9), on_one_device("softmax", microbatches=9))
 
 
 @run_on_ranks(2, timeout=300)

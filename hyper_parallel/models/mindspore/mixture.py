@@ -30,6 +30,8 @@ class MixtureBlock(nn.Cell):
         self.attention = Attention(config)
         self.moe_norm = RMSNorm(config.dim, config.norm_eps)
         self.moe = MoE(config.moe, num_blocks=config.num_blocks)
+        #: For stages of a pipeline.
+        self.gives_loss = config.moe.has_losses
 
     def construct(self, x: Tensor, cos: Tensor, sin: Tensor) -> Any:
         x = x + self.attention(self.attention_norm(x), cos, sin)

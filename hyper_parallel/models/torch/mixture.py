@@ -30,6 +30,8 @@ class MixtureBlock(nn.Module):
         self.attention = Attention(config)
         self.moe_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.moe = MoE(config.moe)
+        #: For stages of a pipeline.
+        self.gives_loss = config.moe.has_losses
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
         x = x + self.attention(self.attention_norm(x), cos, sin)

@@ -35,13 +35,15 @@ _MAX_SAMPLES = 2**23
 class SampleRows:
     """The samples `first` to `first + count - 1` of the global batch, which dim `dim` of a micro-batch holds in order.
 
-    `total`, the number of samples in the global batch, is only looked at to find mistakes.
+    `total`, the number of samples in the global batch, is only looked at to find mistakes. `runs_along` tells of a
+    sample that stands in where there is none, and does not count.
     """
 
     first: int
     count: int
     total: int | None = None
     dim: int = 0
+    runs_along: bool = False
 
     def rows_per_sample(self, shape: tuple[int, ...]) -> int | None:
         """How many rows of a tensor of this (global) shape belong to a sample; None if it has no samples."""
@@ -69,4 +71,4 @@ def checked_rows(rows: Any) -> SampleRows:
             f"draws_by_sample: rows {numbers[0]} to {end - 1}{of_total} in dim {numbers[2]} are none: first, count and "
             f"dim cannot be negative, nor first + count more than the batch or {_MAX_SAMPLES}"
         )
-    return SampleRows(numbers[0], numbers[1], total, numbers[2])
+    return SampleRows(numbers[0], numbers[1], total, numbers[2], given.runs_along)

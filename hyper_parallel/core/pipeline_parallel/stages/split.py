@@ -16,6 +16,7 @@ from typing import Any
 from hyper_parallel.core.pipeline_parallel.stages.balance import balanced_counts
 from hyper_parallel.core.pipeline_parallel.stages.first_blocks import Seen, StreamSpec, look
 from hyper_parallel.core.pipeline_parallel.stages.holes import hole_of
+from hyper_parallel.core.pipeline_parallel.stages.losses_of_blocks import gives_loss
 from hyper_parallel.core.pipeline_parallel.stages.refusals import check_model
 from hyper_parallel.platform import get_platform
 
@@ -32,7 +33,7 @@ class Split:
     blocks of each. ``order`` are the trainable parameters with their dtypes in the model's order, each under the first
     of its names, and ``shared`` those that several stages hold a copy of, with these stages. ``stream`` is what is
     handed on for the inputs that were given, None if there were none; ``costs`` what the stages were balanced by.
-    ``num_outputs`` is the length of the tuples that blocks give, 0 where they give the stream alone.
+    ``num_outputs`` is the length of the tuples that blocks give, 0 where they give the stream alone or with a loss.
     """
 
     stages: tuple[tuple[str, ...], ...]
@@ -116,7 +117,7 @@ def split_stages(
         shared={},
         stream=None if seen is None else seen.stream,
         costs=_costs_of_stages(costs, counts),
-        num_outputs=0 if seen is None else seen.num_outputs,
+        num_outputs=0 if seen is None or gives_loss(modules[blocks[0]]) else seen.num_outputs,
         first_names=first_names,
     )
     split.shared.update(_shared(modules, split))  # type: ignore[attr-defined]

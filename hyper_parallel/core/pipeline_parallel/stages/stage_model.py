@@ -21,6 +21,7 @@ from typing import Any
 from hyper_parallel.core.modules.first_names import note_first_names
 from hyper_parallel.core.modules.left_early import LeftEarly
 from hyper_parallel.core.pipeline_parallel.stages.holes import hole_of, refusing_gradients
+from hyper_parallel.core.pipeline_parallel.stages.losses_of_blocks import gives_loss
 from hyper_parallel.core.pipeline_parallel.stages.refusals import check_call
 from hyper_parallel.core.pipeline_parallel.stages.split import Split
 from hyper_parallel.core.pipeline_parallel.stages.stream_arguments import stream_of, with_stream
@@ -45,6 +46,7 @@ class _Passage:
         self.is_entered = False
         self.is_peek = False  # the call of the first block of the stage is enough
         self.output: Any = None  # of the stage's own block that ran last
+        self.losses: list[Any] = []  # of the stage's own blocks
         self.blank: Any = None  # what the blocks before the stage's own give: the hole that the first was given
 
 
@@ -54,6 +56,7 @@ class _Role:
 
     def __init__(self, path: str, passage: _Passage, stage: int = 0, is_entry: bool = False, hole: Any = None) -> None:
         self.path, self.passage, self.stage, self.is_entry, self.hole = path, passage, stage, is_entry, hole
+        self.gives_loss = False
 
 
 class _StageBlock:
@@ -69,6 +72,8 @@ class _StageBlock:
                 _check_handed_on(role, stream_of(role.path, args, kwargs))
             outputs = super().__call__(*args, **kwargs)  # type: ignore[misc]
             passage.output = outputs[0] if isinstance(outputs, (tuple, list)) else outputs
+            if role.gives_loss:
+                passage.losses.append(outputs[1])
             return outputs
         if passage.stage < 0:
             raise RuntimeError(
@@ -85,6 +90,8 @@ class _StageBlock:
                 "in the order in which they run; models whose blocks run several times cannot be cut"
             )
         passage.blank = stream if passage.blank is None else passage.blank
+        if role.gives_loss:
+            return passage.blank, 0.0  # its own stage adds it
         return (passage.blank, *[None] * (passage.num_outputs - 1)) if passage.num_outputs else passage.blank
 
 
@@ -154,6 +161,11 @@ class StageModel:
         self._hollow(wrap)
         note_stage(self)
 
+    @property
+    def losses(self) -> list[Any]:
+        """The auxiliary losses of the blocks of the stage that ran last."""
+        return self._passage.losses
+
     def named_parameters(self) -> dict[str, Any]:
         """The parameters of this rank's stages, each under the first name that it has in the whole model."""
         return self.split.own_parameters(self.model)
@@ -187,7 +199,7 @@ class StageModel:
         split, passage = self.split, self._passage
         if self._keeps_cache:
             inputs = {"use_cache": False, **inputs}
-        passage.stage, passage.received, passage.is_entered = index, stream, False
+        passage.stage, passage.received, passage.is_entered, passage.losses = index, stream, False, []
         try:
             outputs = self.model(*args, **inputs)
         except LeftEarly as left:
@@ -228,6 +240,7 @@ class StageModel:
         for number, paths in enumerate(split.stages):
             for path in paths:
                 role = _Role(path, self._passage, number, is_entry=path == paths[0])
+                role.gives_loss = gives_loss(modules[path])
                 _change(modules[path], _StageBlock, role)
         for path, hole in holes.items():
             _change(modules[path], _BeforeBlocks, _Role(path, self._passage, hole=hole))
