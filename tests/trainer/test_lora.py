@@ -24,6 +24,8 @@ LAYOUTS = {
     "cp=2": 2,
     "dp_shard=2, tp=2": 4,
     "cp=2, tp=2": 4,
+    "pp=2": 2,
+    "pp=2, tp=2": 4,
 }
 
 
@@ -86,14 +88,14 @@ def losses_of(degrees, dropout=0.0, **options):
     trained = [one for one in run.parameters() if one.requires_grad]
     seen = _train(lambda: run.forward_backward(mine, labels=mine), trained, 4, lambda: run.clip_grad_norm_(1.0))
     names = {name for name, one in run.named_parameters() if one.grad is not None}
-    assert len(names) == 2 * 2 * 7
+    assert len(names) == 2 * 2 * 7 // run.degrees.sizes["pp"]
     assert all(name.rpartition(".")[2] in ("lora_A", "lora_B") for name in names)
     return seen
 
 
 OPTIONS = ({}, {"recompute": "full"}, {"microbatches": 2})
 ALL = list(itertools.product(LAYOUTS, OPTIONS))
-SMALL = [(degrees, {}) for degrees in list(LAYOUTS)[::2]] + [("dp_shard=2, tp=2", options) for options in OPTIONS[1:]]
+SMALL = [(degrees, {}) for degrees in [*list(LAYOUTS)[:-2:2], "pp=2"]] + [("dp_shard=2, tp=2", options) for options in OPTIONS[1:]]
 
 
 @pytest.mark.parametrize("case", small_or_sweep(ALL, SMALL), ids=str)

@@ -80,16 +80,19 @@ def number_initial_values(module: Any) -> None:
     """
     platform = get_platform()
     parameters: dict[int, Any] = {}
+    adapters: dict[int, Any] = {}
     modules = []
     for _, owner in platform.get_cells_and_names(module):
         if getattr(owner, _NUMBER_OF_MODULE, None) is None:
             modules.append(owner)
         for name, parameter in platform.own_parameters(owner).items():
-            # Also those that are all one number: frameworks differ in which of them tell, and not in their numbers. Not
-            # those of adapters: the values of the rest are the same with them and without.
-            is_counted = getattr(parameter, _NUMBER, None) is None and not is_of_adapter(name)
-            if platform.has_no_memory(parameter) and is_counted:
-                parameters[id(parameter)] = parameter
+            # Also those that are all one number: frameworks differ in which of them tell, and not in their numbers.
+            if platform.has_no_memory(parameter) and getattr(parameter, _NUMBER, None) is None:
+                (adapters if is_of_adapter(name) else parameters)[id(parameter)] = parameter
+    # Behind the others, which have the same values with adapters and without.
+    numbering = _Numbering(len(adapters))
+    for place, parameter in enumerate(adapters.values()):
+        setattr(parameter, _NUMBER, _Number(numbering, place))
     if not parameters:
         return
     numbering = _Numbering(len(parameters) + len(modules))

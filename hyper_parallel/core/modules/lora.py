@@ -157,7 +157,7 @@ def fill_adapters(model: Any, made: Iterable[int]) -> None:
     """First values for those A among the parameters with these ids; B has its zeros."""
     wanted = set(made)
     for _, module, _ in adapted_layers(model):
-        down = get_platform().own_parameters(module)[DOWN]
+        down = get_platform().own_parameters(module).get(DOWN)  # None: another stage has the layer
         if id(down) in wanted:
             _fill(down)
 
