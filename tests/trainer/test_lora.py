@@ -95,7 +95,9 @@ def losses_of(degrees, dropout=0.0, **options):
 
 OPTIONS = ({}, {"recompute": "full"}, {"microbatches": 2})
 ALL = list(itertools.product(LAYOUTS, OPTIONS))
-SMALL = [(degrees, {}) for degrees in [*list(LAYOUTS)[:-2:2], "pp=2"]] + [("dp_shard=2, tp=2", options) for options in OPTIONS[1:]]
+SMALL = [(degrees, {}) for degrees in [*list(LAYOUTS)[:-2:2], "pp=2"]] + [
+    ("dp_shard=2, tp=2", options) for options in OPTIONS[1:]
+]
 
 
 @pytest.mark.parametrize("case", small_or_sweep(ALL, SMALL), ids=str)
