@@ -7,7 +7,7 @@ from typing import Any
 import mindspore
 import numpy as np
 import pytest
-from mindspore import Tensor, nn, ops
+from mindspore import Tensor, mint, nn, ops
 from mindspore.experimental import optim
 
 import hyper_parallel as hp
@@ -94,6 +94,15 @@ def test_losses() -> None:
         np.testing.assert_allclose(values(run.loss), values(loss), rtol=1e-5)
         for got, want in zip(run.gradients(), alone.trainable_params(), strict=True):
             np.testing.assert_allclose(values(got), values(hp.grad_of(want)), rtol=1e-4, atol=1e-5)
+
+
+def test_what_a_cpu_has_no_kernels_for() -> None:
+    weights = Model("plain").trainable_params()
+    for kind in (mint.optim.SGD, mint.optim.Adam, mint.optim.AdamW):
+        with pytest.raises(RuntimeError, match=f"mint.optim.{kind.__name__} does not update parameters on a CPU"):
+            kind(weights, lr=0.1)(tuple(weights))
+    with pytest.raises(ValueError, match=r"param_dtype=BFloat16: MindSpore has no kernels on a CPU .* use float16"):
+        hp.parallelize(Model("plain"), precision="bf16")
 
 
 @run_on_ranks(2)

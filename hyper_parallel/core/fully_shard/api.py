@@ -149,6 +149,9 @@ class _Options:
 
 def _own_policy(policy: Any) -> MixedPrecisionPolicy:
     """The policy, also of torch FSDP2, in our words."""
+    refused = _platform.why_no_computation_in(getattr(policy, "param_dtype", None))
+    if refused is not None:
+        raise ValueError(f"MixedPrecisionPolicy: param_dtype={policy.param_dtype}: {refused}")
     if policy is None or isinstance(policy, MixedPrecisionPolicy):
         return policy or MixedPrecisionPolicy()
     given = {name: getattr(policy, name) for name in ("param_dtype", "reduce_dtype", "output_dtype")}

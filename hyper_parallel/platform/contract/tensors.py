@@ -89,6 +89,12 @@ class Tensors(ABC):
     def str_to_dtype(self, dtype_str: str) -> Any:
         """The dtype named by ``"float32"``, ``"torch.float32"`` and the like."""
 
+    @staticmethod
+    def why_no_computation_in(dtype: Any) -> str | None:
+        """Why models cannot compute in this dtype here; None where they can."""
+        del dtype
+        return None
+
     @abstractmethod
     def list_to_size(self, size_list: Sequence[int]) -> Any:
         """The framework's own shape type."""

@@ -57,9 +57,23 @@ def _let_optimizers_step_unrecorded() -> None:
     mindspore.nn.Optimizer.__call__ = call
 
 
+def _refuse_optimizers_without_kernels() -> None:
+    """``mint.optim.SGD`` and ``Adam`` leave parameters as they are, silently, for want of in-place kernels."""
+
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(
+            f"mindspore.mint.optim.{type(self).__name__} does not update parameters on a CPU, which has no kernels for "
+            "it; use mindspore.experimental.optim (AdamW, Adam, SGD) or mindspore.nn (Adam, AdamWeightDecay, SGD)"
+        )
+
+    for kind in (mindspore.mint.optim.Adam, mindspore.mint.optim.AdamW, mindspore.mint.optim.SGD):
+        kind.__call__ = refuse
+
+
 _check_version()
 _let_optimizers_step_unrecorded()
 mindspore.set_context(mode=mindspore.PYNATIVE_MODE)
 if not on_ascend():
+    _refuse_optimizers_without_kernels()
     mindspore.runtime.launch_blocking()
 private_api.start_recording()

@@ -113,6 +113,13 @@ def get_tensor_storage_size(tensor: Tensor) -> int:
     return tensor.numel() * tensor.itemsize
 
 
+def why_no_computation_in(dtype: Any) -> str | None:
+    """Why models cannot compute in this dtype here; None where they can."""
+    if dtype != ms.bfloat16 or start.on_ascend():
+        return None
+    return "MindSpore has no kernels on a CPU for look-ups, products and sums in it; use float16, or Ascend"
+
+
 def is_meta(tensor: Tensor) -> bool:
     """Whether the tensor has a shape and no memory."""
     return tensor.is_meta
