@@ -178,7 +178,8 @@ class HuggingFaceLoss(LabelledLoss):
         super().__init__(means)
         self._model, self._name = model, type(model).__name__
         self._total: Counts | None = None
-        self._divided = False
+        self._divided = self._has_others = False
+        self._shape: tuple[int, ...] = ()  # of the batch's labels
         self._has_shifted = False  # whether the batch has shift_labels
         original = getattr(model, "loss_function", None)
         if original is not None:
@@ -189,7 +190,9 @@ class HuggingFaceLoss(LabelledLoss):
     def _told(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def loss_function(*args: Any, **kwargs: Any) -> Any:
             name = getattr(original, "__name__", "")
-            if self._total is not None and name in _DIVIDES:
+            if self._total is not None and name in _DIVIDES and not self._are_of_batch(args, kwargs):
+                self._has_others = True
+            elif self._total is not None and name in _DIVIDES:
                 is_shifted = name == "ForCausalLMLoss" and kwargs.get("shift_labels") is None
                 if name == "ForCausalLMLoss" and current_order() is not None:  # shifted before they were permuted
                     kwargs["shift_labels"] = kwargs["labels"] if "labels" in kwargs else args[1]
@@ -200,8 +203,15 @@ class HuggingFaceLoss(LabelledLoss):
 
         return loss_function
 
+    def _are_of_batch(self, args: Any, kwargs: Mapping[str, Any]) -> bool:
+        """Whether a loss function is given labels of the batch, and not those that a model has cut out of them (GIT)."""
+        found = [kwargs.get("shift_labels"), kwargs["labels"] if "labels" in kwargs else args[1]]
+        labels = next((one for one in found if one is not None), None)
+        return labels is None or self._shape in (tuple(labels.shape), ()) or labels.ndim != len(self._shape)
+
     def share(self, model: Any, batch: Mapping[str, Any], part: Counts, total: Counts) -> Any:
-        self._total, self._divided = total, False
+        self._total, self._divided, self._has_others = total, False, False
+        self._shape = tuple(batch["labels"].shape) if _platform.is_tensor(batch.get("labels")) else ()
         order, self._has_shifted = current_order(), batch.get("shift_labels") is not None
         try:
             with self.means.watch() as seen:
@@ -214,7 +224,7 @@ class HuggingFaceLoss(LabelledLoss):
                 f"{self._name} computes its loss by itself, in the order of tokens, and these lie in {order.name} "
                 "order; write order='contiguous', or tell parallelize how it is computed, by loss="
             )
-        if self._divided:
+        if self._divided and not self._has_others:
             self.means.known()
             return _with_auxiliary(loss, auxiliary, part, total, lambda one: one)
         return _with_auxiliary(

@@ -64,6 +64,36 @@ def test_sequences_shorter_than_cp_and_masks_of_four_dims():
     _check("llama", {**batch(), "attention_mask": mask}, "cp=3", 3)
 
 
+def _with_labels_cut(model):
+    """Gives its loss function the labels behind the first, as GIT does: not those that the batch has."""
+    plain = type(model).forward
+
+    class CutsLabels(type(model)):
+        def forward(self, input_ids, labels):
+            outputs = plain(self, input_ids)
+            given = {"labels": None, "shift_labels": labels[:, 1:].contiguous(), "vocab_size": self.vocab_size}
+            return {"loss": self.loss_function(logits=outputs.logits[:, :-1].contiguous(), **given)}
+
+    model.__class__ = CutsLabels
+    return model
+
+
+def test_labels_that_a_model_cuts_before_its_loss_function():
+    model = _with_labels_cut(build("llama"))
+    with in_double():
+        want = model(**batch())["loss"].detach()
+
+    def work(degrees):
+        run = hp.parallelize(_with_labels_cut(build("llama")), degrees)
+        with in_double():
+            return run.forward_backward(**batch())
+
+    for got in threads(2).run(work, "tp=2"):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+    with pytest.raises(ValueError, match=r"CutsLabels computed cross_entropy as a mean over 37 numbers .* where 40 "):
+        threads(2).run(work, "dp_shard=2")
+
+
 def _columns_and_rows(**options):
     paths = ("gate_proj", "up_proj", "down_proj")
     kinds = (hp.ColwiseParallel, hp.ColwiseParallel, hp.RowwiseParallel)
