@@ -152,8 +152,11 @@ def test_a_mask_that_models_make_and_do_not_use_or_compute_with() -> None:
     sizes = {"batch_size": 2, "q_length": 6, "kv_length": 6}
     for given in ({}, {"attention_mask": torch.ones(2, 6, dtype=torch.long)}):
         assert lazy_mask(**sizes, **given, mask_function=nobody).relation((0, 6), (0, 6)) == "none"
+    causal = lazy_mask(**sizes, mask_function=masks.causal_mask_function)
     with pytest.raises(TypeError, match=r"computes with its attention mask by itself \(\[\.\.\.\]\).* without cp"):
-        lazy_mask(**sizes, mask_function=masks.causal_mask_function)[:, 0]
+        causal[:, 0]
+    with pytest.raises(TypeError, match=r"computes with its attention mask by itself \(\+\)"):  # BEiT, GIT
+        torch.zeros(2, 4, 6, 6) + causal
 
 
 @pytest.mark.parametrize("name", ["contiguous", "zigzag", "striped"])

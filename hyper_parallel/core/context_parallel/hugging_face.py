@@ -139,6 +139,11 @@ class _MaskOfModel(Visibility):
     def __getitem__(self, index: Any) -> Any:
         raise TypeError(_COMPUTED_WITH.format("[...]"))
 
+    def __add__(self, other: Any) -> Any:
+        raise TypeError(_COMPUTED_WITH.format("+"))
+
+    __radd__ = __add__
+
 
 _COMPUTED_WITH = (
     "the model computes with its attention mask by itself ({}), which under cp is no tensor of all pairs of tokens: "
