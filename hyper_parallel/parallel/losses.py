@@ -204,7 +204,7 @@ class HuggingFaceLoss(LabelledLoss):
         return loss_function
 
     def _are_of_batch(self, args: Any, kwargs: Mapping[str, Any]) -> bool:
-        """Whether a loss function is given labels of the batch, and not those that a model has cut out of them (GIT)."""
+        """Whether a loss function is given labels of the batch, and not what a model has cut out of them (GIT)."""
         found = [kwargs.get("shift_labels"), kwargs["labels"] if "labels" in kwargs else args[1]]
         labels = next((one for one in found if one is not None), None)
         return labels is None or self._shape in (tuple(labels.shape), ()) or labels.ndim != len(self._shape)
