@@ -99,6 +99,34 @@ class _GivesSizes(_Careless):
         return x
 
 
+class _HasATower(_Careless):
+    """Adds pictures to its embedding where it is given some, as LLaVA does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = nn.Linear(2, 6)
+
+    def forward(self, input_ids: torch.Tensor, pixels: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.embed(input_ids) + (0 if pixels is None else self.tower(pixels))
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_a_tower_that_the_run_before_the_split_did_not_see_is_refused_where_it_is_called() -> None:
+    def work(**more: torch.Tensor) -> float:
+        torch.manual_seed(0)
+        model = _HasATower()
+        want = _loss(model(torch.zeros(4, 3, dtype=torch.long)), None)
+        run = hp.parallelize(model, "pp=2", microbatches=2, loss=_loss)
+        loss = run.forward_backward(input_ids=torch.zeros(4, 3, dtype=torch.long), **more)
+        return float(loss - want[0].detach() / want[1])
+
+    assert max(map(abs, threads(2).run(work))) < 1e-6
+    with pytest.raises(RuntimeError, match=r"0F0 .*'tower' was called on stage 0, and it is on the last one: it was"):
+        threads(2).run(lambda: work(pixels=torch.ones(4, 3, 2)))
+
+
 def test_a_model_that_uses_its_embedding_beside_the_stream_is_refused() -> None:
     """On stages without it there are zeros in its place: the numbers would be wrong without a word."""
 

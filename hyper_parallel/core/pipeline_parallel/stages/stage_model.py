@@ -134,6 +134,18 @@ class _BeforeBlocks:
         return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
 
+class _BehindBlocks:
+    """A module behind the blocks on a rank without the last stage, which ends before it is called."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        role: _Role = vars(self)[_ROLE]
+        raise ValueError(
+            f"'{role.path}' was called on stage {role.passage.stage}, and it is on the last one: it was taken for what "
+            "runs behind the blocks, as a run with the least inputs does not call it before them (a tower for pictures "
+            "beside ids, for instance); leave what needs it out of the batch, or use tp, dp_shard or cp for this model"
+        )
+
+
 class StageModel:
     """Stages ``stages`` of a split model, one or several, made in place: what belongs to others is taken out of it.
 
@@ -242,6 +254,8 @@ class StageModel:
                 role = _Role(path, self._passage, number, is_entry=path == paths[0])
                 role.gives_loss = gives_loss(modules[path])
                 _change(modules[path], _StageBlock, role)
+        for path in split.epilogue if split.num_stages - 1 not in self.stages else ():
+            _change(modules[path], _BehindBlocks, _Role(path, self._passage))
         for path, hole in holes.items():
             _change(modules[path], _BeforeBlocks, _Role(path, self._passage, hole=hole))
         note_first_names(self.model, split.first_names)
