@@ -27,7 +27,7 @@ def _taking(name: str) -> contextlib.AbstractContextManager[None]:
 HEADS = {"all": (4, 4), "grouped": (4, 2), "one key head": (4, 1), "uneven": (6, 3), "fewer than ranks": (1, 1)}
 
 
-@run_on_ranks(2, sweep=(3, 4))
+@run_on_ranks(2, sweep=(3, 4), timeout=600)
 @pytest.mark.parametrize("name", TAKEN)
 def test_all_visibilities_lengths_and_heads(name: str, sweep: bool) -> None:
     world = hp.get_platform().get_world_size()

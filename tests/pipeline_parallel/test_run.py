@@ -51,7 +51,7 @@ if on_mindspore:  # where ranks are processes: what the neutral half gives is tr
     _SMALL |= {2: ("zbv",), 4: ()}
 
 
-@run_on_ranks(2, 4, timeout=600)
+@run_on_ranks(2, 4, timeout=1500)
 def test_every_schedule_trains_as_one_piece(sweep: bool) -> None:
     ranks = get_platform().get_world_size()
     want = {tied: in_one_piece(tied) for tied in (True, False)}
