@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from typing import Any
+
+import numpy as np
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.fully_shard.hsdp_module import HSDPModule, unit_of
@@ -81,6 +84,7 @@ class Pipeline:
         self._values: list[dict[str, Any]] = []
         self._device: Any = None
         self._has_memory = False  # of the model, once it was seen
+        self._has_loss = False  # that was looked at
         self._objective: Any = None
         self._beside: Beside | None = None
         self._shares: list[tuple[Any, ...]] = []
@@ -190,8 +194,23 @@ class Pipeline:
             if stage < self.table.stages.last:
                 return [self._with_losses(number, run(**self._loss.inputs(values)))]
             found = weighted(self._objective(run, number, values), part)
+        if found and not self._has_loss:
+            self._look_at(found[0])
         self._found[number] = tuple(map(_platform.detached, found))
         return list(found[:1])
+
+    def _look_at(self, loss: Any) -> None:
+        """Warn if the first loss is no number, for which pipelines have a reason of their own."""
+        self._has_loss = True
+        prologue = self.stages.split.prologue
+        if prologue and not _platform.has_no_memory(loss) and np.isnan(_platform.tensor_to_numpy(loss)).any():
+            warnings.warn(
+                f"pipeline: the first loss is NaN. So it is for models that use what runs before their blocks "
+                f"({', '.join(prologue)}) beside the stream, without gradients: other stages have NaN in its place. If "
+                "that is so, use tp, dp_shard or cp for this model",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def _with_losses(self, number: int, stream: Any) -> Any:
         """What a stage before the last hands on, with the share of its blocks' auxiliary losses in the gradient."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -128,7 +129,7 @@ def test_a_tower_that_the_run_before_the_split_did_not_see_is_refused_where_it_i
 
 
 def test_a_model_that_uses_its_embedding_beside_the_stream_is_refused() -> None:
-    """On stages without it there are zeros in its place: the numbers would be wrong without a word."""
+    """On stages without it there is nothing in its place: the numbers would be wrong without a word."""
 
     def work(kind: type[_Careless], frozen: bool = False) -> None:
         model = kind()
@@ -148,6 +149,40 @@ def test_a_model_that_uses_its_embedding_beside_the_stream_is_refused() -> None:
         threads(2).run(work, _GivesSizes)
     with pytest.raises(RuntimeError, match=r"1B0 .* what 'embed' gives before the blocks is used beside the stream"):
         threads(2).run(work, _AddsBehind)
+
+
+class _Scales(_Careless):
+    """Numbers of all blocks, and of what runs before them, without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6))
+        self.sums_blocks = False
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        total = x.detach().mean()
+        with torch.no_grad():
+            self.mean.add_(x.mean((0, 1)) if not self.sums_blocks else 1.0)
+        for block in self.blocks:
+            x = block(x)
+            total = total + x.detach().mean()
+        return x * (total if self.sums_blocks else self.mean)
+
+
+def test_values_that_other_stages_have_are_never_taken_for_zeros() -> None:
+    def work(sums_blocks: bool) -> Any:
+        model = _Scales()
+        model.sums_blocks = sums_blocks
+        run = hp.parallelize(model, "pp=2", microbatches=2, loss=_loss)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loss = run.forward_backward(input_ids=torch.zeros(4, 3, dtype=torch.long))
+        return loss.item(), [str(one.message) for one in caught]
+
+    for sums_blocks in (True, False):
+        (loss, _), (_, told) = threads(2).run(work, sums_blocks)
+        assert loss != loss and "the first loss is NaN" in told[0] and "(embed)" in told[0]
 
 
 class _Counting(nn.Module):
