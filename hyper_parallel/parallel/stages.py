@@ -23,6 +23,7 @@ from hyper_parallel.platform import get_platform
 __all__ = ["split_model", "stream_between", "table_for"]
 
 _platform = get_platform()
+_ROWS = ("Sequential", "SequentialCell", "ModuleDict", "CellDict")
 
 
 def table_for(
@@ -61,9 +62,9 @@ def split_model(
             f"parallelize: stages={list(stages)} are {len(stages)} stages, and the schedule has {num_stages}; give the "
             "number of blocks of each"
         )
-    found = structure_of(model)
+    blocks, prologue = _row_of(model)
     modules = dict(_platform.get_cells_and_names(model))
-    giving = tuple(f"{path}." for path in found.blocks if gives_loss(modules[path]))
+    giving = tuple(f"{path}." for path in blocks if gives_loss(modules[path]))
     for path, mixture in mixtures_of(model):
         if mixture.config.has_losses and not path.startswith(giving):
             raise ValueError(
@@ -73,11 +74,29 @@ def split_model(
     return split_stages(
         model,
         num_stages if stages is None else stages,
-        blocks=found.blocks,
-        prologue=found.prologue,
+        blocks=blocks,
+        prologue=prologue,
         inputs=_example(model),
         balance=balance,
     )
+
+
+def _row_of(model: Any) -> tuple[Sequence[str], Sequence[str]]:
+    """The blocks, and what runs before them: without a list the members of the largest row of modules."""
+    found = structure_of(model)
+    if found.blocks:
+        return found.blocks, found.prologue
+    modules = dict(_platform.get_cells_and_names(model))
+    rows: dict[str, list[str]] = {path: [] for path, one in modules.items() if type(one).__name__ in _ROWS}
+    for path in modules:
+        around = path.rpartition(".")[0]
+        if path and around in rows:
+            rows[around].append(path)
+    if not rows:
+        return (), found.prologue
+    blocks = max(rows.values(), key=lambda row: sum(len(_platform.parameters_dict(modules[one])) for one in row))
+    order = list(modules)
+    return blocks, [path for path in found.prologue if blocks and order.index(path) < order.index(blocks[0])]
 
 
 def stream_between(model: Any, mesh: DeviceMesh) -> TensorSpec | None:
@@ -89,7 +108,7 @@ def stream_between(model: Any, mesh: DeviceMesh) -> TensorSpec | None:
     if inputs is None:
         return None
     with implicit_replication():
-        seen = look(model, structure_of(model).blocks, shard_sequences(inputs, mesh), at_second=False)
+        seen = look(model, _row_of(model)[0], shard_sequences(inputs, mesh), at_second=False)
     return describe(without_partial_sums(seen.handed_on))
 
 

@@ -29,8 +29,8 @@ def check_model(model: Any, blocks: Sequence[str]) -> None:
         )
     if not blocks:
         raise ValueError(
-            f"split_stages: no blocks were found in {name}: hold them in a ModuleList (a CellList on MindSpore), or "
-            "call split_stages with blocks= their paths"
+            f"split_stages: no blocks were found in {name}: hold them in a ModuleList or a Sequential (a CellList or a "
+            "SequentialCell on MindSpore), or call split_stages with blocks= their paths"
         )
     for key, why in _NEEDS_ALL_BLOCKS.items():
         if getattr(config, key, False):

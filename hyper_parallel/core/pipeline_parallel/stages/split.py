@@ -120,6 +120,7 @@ def split_stages(
         num_outputs=0 if seen is None or gives_loss(modules[blocks[0]]) else seen.num_outputs,
         first_names=first_names,
     )
+    _refuse_shared_modules(model, modules, split)
     split.shared.update(_shared(modules, split))  # type: ignore[attr-defined]
     return split
 
@@ -148,6 +149,22 @@ def _first_names(model: Any) -> dict[str, str]:
     first: dict[int, str] = {}
     named = _platform.named_state_parameters(model)
     return {name: first.setdefault(id(parameter), name) for name, parameter in named.items()}
+
+
+def _refuse_shared_modules(model: Any, modules: Mapping[str, Any], split: Split) -> None:
+    """A module has one place; parameters that are tied may have several."""
+    owners: dict[int, str] = {}
+    for path, module in modules.items():
+        for parameter in _platform.own_parameters(module).values():
+            owners.setdefault(id(parameter), path)
+    for name, parameter in _platform.parameters_dict(model, remove_duplicate=False).items():
+        path = name.rpartition(".")[0]
+        first = owners.get(id(parameter), path)
+        if path not in modules and None is not split.stage_of(path) != split.stage_of(first):
+            raise ValueError(
+                f"split_stages: '{path}' and '{first}' are one module, in blocks of different stages, and it would be "
+                "empty on one of them: let each block have a module of its own, and tie their parameters"
+            )
 
 
 def _shared(modules: Mapping[str, Any], split: Split) -> dict[str, tuple[int, ...]]:
