@@ -41,6 +41,11 @@ def test_recomputed_blocks_of_a_decoder_with_a_config_of_its_own(name):
     _check(name, batch(), "dp_shard=2", 2, recompute="full")
 
 
+def test_recomputed_blocks_that_save_indices():
+    """Eager attention with sinks takes a maximum over keys, and what it saves has no gradient."""
+    _check("gpt_oss", batch(), "tp=2", 2, recompute="full")
+
+
 @pytest.mark.parametrize(("degrees", "ranks"), [("cp=3", 3), ("dp_shard=2, cp=2", 4)])
 def test_the_sequence_of_a_model_that_no_plan_can_shard(degrees, ranks):
     _check("mamba", batch(), degrees, ranks, microbatches=2)

@@ -38,6 +38,9 @@ REPLACED = (
     Replaced("_VF.dropout", "addressed_draws", "random functions, all of them, draw by sample", when_asked=True),
     Replaced("utils.checkpoint._CheckpointFrame.save_inputs", "checkpoint_inputs", "inputs stay DTensors"),
     Replaced("utils.checkpoint._CheckpointFrame.get_inputs", "checkpoint_inputs", "inputs stay DTensors"),
+    Replaced(
+        "utils.checkpoint._default_meta_extractor", "checkpoint_inputs", "what is saved is compared by its blocks"
+    ),
     Replaced("utils.hooks.BackwardHook._apply_on_tensors", "gradient_hooks", "backward hooks of modules get DTensors"),
     Replaced("_functorch.eager_transforms.grad_and_value_impl", "function_transforms", "torch.func.grad on DTensors"),
     Replaced("_functorch.eager_transforms._vjp_with_argnums", "function_transforms", "torch.func.vjp on DTensors"),
