@@ -113,10 +113,10 @@ def stream_between(model: Any, mesh: DeviceMesh) -> TensorSpec | None:
 
 
 def _example(model: Any) -> dict[str, Any] | None:
-    """Small inputs, of models of tokens or of pictures; None for others."""
+    """Small inputs, of models of tokens or of pictures; None for others, and for what cannot run as it is."""
     names = input_names(model)
     like = next(iter(_platform.parameters_dict(model).values()), None)
-    if like is None:
+    if like is None or (_platform.has_no_memory(like) and not _platform.runs_without_memory):
         return None
     for name in ("input_ids", "ids"):
         if name in names:

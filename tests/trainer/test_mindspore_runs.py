@@ -66,6 +66,7 @@ _LAYOUTS = {
     "tp": (2, ("parallel.tp=2",)),
     "dp_shard": (2, ()),
     "cp": (2, ("parallel.cp=2",)),
+    "pp": (2, ("parallel.pp=2",)),
     "dp_shard x tp": (4, ("parallel.tp=2",)),
 }
 

@@ -241,6 +241,9 @@ class Modules(ABC):
     def meta_device(self) -> Any:
         """The device whose tensors have a shape and no memory."""
 
+    runs_without_memory = True
+    """Whether a model on :attr:`meta_device` can be run, on shapes."""
+
     @abstractmethod
     def init_on_device(self, device: Any, include_buffers: bool = False) -> Any:
         """Context: parameters (and buffers) of modules built inside live on ``device``."""

@@ -106,6 +106,7 @@ class MindSporePlatform(Platform):
     empty = staticmethod(tensors.empty)
     full = staticmethod(tensors.full)
     meta_device = devices.meta_device
+    runs_without_memory = False
     checkpoint = staticmethod(activation.checkpoint)
     noop_context_fn = staticmethod(activation.noop_context_fn)
 
