@@ -351,6 +351,17 @@ def test_a_whole_file(case):
     assert found.count("run.toml:") >= 1
 
 
+def test_what_only_pytorch_has_is_refused_on_mindspore(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    text = '[model]\nhugging_face = "config.json"\nweights = "scratch"\n[train]\nsteps = 2\nbatch = 2\n'
+    text += '[precision]\ncompile = "inductor"\n'
+    monkeypatch.setenv("HYPER_PARALLEL_PLATFORM", "mindspore")
+    assert [line.partition(",")[0] for line in _mistakes(text)] == [
+        "run.toml:2: model.hugging_face: is for PyTorch",
+        'run.toml:8: precision.compile: must be "local" or "none" on MindSpore',
+    ]
+
+
 def test_all_mistakes_at_once_in_the_order_of_the_file():
     text = (
         '[train]\nstep = 5\nbatch = 2\n[parallel]\ntp = "four"\n[optimizer]\nname = "adamw2"\n[model]\nname = "lama"\n'

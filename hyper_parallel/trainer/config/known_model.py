@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import os
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from hyper_parallel.trainer.config.sections.parallel import ParallelConfig
 if TYPE_CHECKING:
     from hyper_parallel.trainer.config.run_config import RunConfig
 
-__all__ = ["KnownModel", "known_model", "problems_with_model"]
+__all__ = ["KnownModel", "known_model", "problems_with_model", "runs_on_mindspore"]
 
 _NUM_BYTES = 256  # tokens of the tokenizer "bytes"
 _ANY_STAGES = ("interleaved", "looped_bfs", "zb1p")  # schedules that take any number of stages a rank
@@ -111,11 +112,33 @@ def problems_with_model(config: RunConfig) -> Iterator[Problem]:
     given, known = config.model, known_model(config.model)
     if not given.from_scratch and not any(one.endswith(".safetensors") for one in os.listdir(str(given.weights))):
         yield Problem(("model.weights",), f"must be a folder with safetensors files; {given.weights!r} has none")
+    if runs_on_mindspore():
+        yield from _problems_on_mindspore(config)
     yield from known.problems_of_data(config.data)
     if config.eval.data is not None:
         yield from known.problems_of_data(config.eval.data, "eval.data")
     degrees = config.parallel.degrees.fit(config.world_size)
     yield from known.problems_of_degrees(config.parallel, degrees.sizes["pp"], degrees.sizes["cp"], int(degrees.ep))
+
+
+def _problems_on_mindspore(config: RunConfig) -> Iterator[Problem]:
+    if config.model.hugging_face is not None:
+        yield Problem(
+            ("model.hugging_face",),
+            "is for PyTorch, and this run is on MindSpore: set HYPER_PARALLEL_PLATFORM=torch, or take a model by name",
+        )
+    if config.precision.compile == "inductor":
+        yield Problem(
+            ("precision.compile",),
+            'must be "local" or "none" on MindSpore, which inductor does not compile; or set '
+            "HYPER_PARALLEL_PLATFORM=torch",
+        )
+
+
+def runs_on_mindspore() -> bool:
+    """As ``get_platform`` decides, without importing a framework."""
+    asked = os.environ.get("HYPER_PARALLEL_PLATFORM", "").strip().lower()
+    return asked == "mindspore" or (not asked and importlib.util.find_spec("mindspore") is not None)
 
 
 def known_model(config: ModelConfig) -> KnownModel:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
+from hyper_parallel.trainer.config.known_model import runs_on_mindspore
 from hyper_parallel.trainer.forecast.forecast import Forecast, fingerprint
 
 if TYPE_CHECKING:
@@ -60,12 +61,6 @@ def forecast_run(
     elif forecast.needed is None and not (forecast.note or forecast.refused):
         notes.append((error.strip().splitlines() or ["no answer"])[-1])
     return forecast.with_values({"note": "; ".join(filter(None, notes))})
-
-
-def runs_on_mindspore() -> bool:
-    """As ``get_platform`` decides, without importing a framework."""
-    asked = os.environ.get("HYPER_PARALLEL_PLATFORM", "").strip().lower()
-    return asked == "mindspore" or (not asked and importlib.util.find_spec("mindspore") is not None)
 
 
 def _ask(question: str, seconds: float | None) -> tuple[str, str, bool]:
