@@ -81,7 +81,8 @@ def test_the_curve_is_that_of_pytorch(tmp_path, straight, layout):
         assert run.losses() == pytest.approx(straight, rel=1e-5)
     for part in read_parts(tmp_path / "run"):
         assert part["memory"]["optimizer state"] >= 2 * part["memory"]["parameters"] > 0
-        assert {"phases", "model", "modules"} < {row for row, *_ in part["spans"]}
+        rows = {"phases", "modules"} | ({"model"} if layout != "pp" else set())  # of a stage there is no whole model
+        assert rows < {row for row, *_ in part["spans"]}
         if layout == "tp":
             assert {one["axes"] for one in part["communication"]} == {"tp"}
     assert (tmp_path / "run" / "report.html").is_file()
