@@ -37,8 +37,8 @@ class Modules(ABC):
 
     @staticmethod
     @abstractmethod
-    def parameters_dict(cell: Any) -> dict[str, Any]:
-        """The parameters by name."""
+    def parameters_dict(cell: Any, remove_duplicate: bool = True) -> dict[str, Any]:
+        """The parameters by name: a tied one under its first name, or, without ``remove_duplicate``, under all."""
 
     @staticmethod
     @abstractmethod
