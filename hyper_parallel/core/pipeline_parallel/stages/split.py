@@ -157,7 +157,7 @@ def _refuse_shared_modules(model: Any, modules: Mapping[str, Any], split: Split)
     for path, module in modules.items():
         for parameter in _platform.own_parameters(module).values():
             owners.setdefault(id(parameter), path)
-    for name, parameter in _platform.parameters_dict(model, remove_duplicate=False).items():
+    for name, parameter in _platform.named_state_parameters(model).items():
         path = name.rpartition(".")[0]
         first = owners.get(id(parameter), path)
         if path not in modules and None is not split.stage_of(path) != split.stage_of(first):
