@@ -140,6 +140,10 @@ GOOD = "stages: 0 1\nmicrobatches: 1\nrank 0: 0F0 0B0\nrank 1: 1F0 1B0  # the lo
         (GOOD.replace("stages: 0 1\n", ""), "the text has no line 'stages:'; write one such as 'stages: 0 1'"),
         (GOOD.replace("microbatches: 1\n", ""), "no line 'microbatches:'; write one such as 'microbatches: 4'"),
         (GOOD.replace(": 1\n", ": one\n"), "line 2 of the text: 'one' is no number of microbatches"),
+        (
+            GOOD.replace(": 1\n", ": 9999999999\n"),
+            "has 9999999999 microbatches and 4 actions; every stage",
+        ),
         (GOOD.replace("0 1", "0 2"), "line 1 of the text: stages 0 2: rank 1 has none; number the ranks from 0"),
         (GOOD.replace("0 1", "a b"), "line 1 of the text: 'a b' is no list of ranks; write stages: 0 1"),
         ("hello\n" + GOOD, "line 1 of the text: 'hello' belongs to no rank; allowed are name:, stages:, microbatches:"),

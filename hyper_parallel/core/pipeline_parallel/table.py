@@ -169,6 +169,12 @@ def _parse(text: str) -> Table:
         raise ValueError(
             f"the stages lie on {stages.num_ranks} ranks, but the text has actions of {sorted(ranks)}; write {wanted}"
         )
+    num_actions = sum(map(len, ranks.values()))
+    if microbatches > num_actions:
+        raise ValueError(
+            f"the text has {microbatches} microbatches and {num_actions} actions; every stage computes each "
+            "microbatch: correct the line 'microbatches:'"
+        )
     return Table(stages, microbatches, tuple(tuple(ranks[rank]) for rank in sorted(ranks)), name)
 
 
