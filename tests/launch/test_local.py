@@ -28,8 +28,13 @@ aside = here / f"aside-{rank}-{attempt}"
 aside.write_text(str(os.getpid()))
 aside.rename(here / f"pid-{rank}-{attempt}")  # whole, even if this rank is ended here
 print(f"rank {rank} is here", flush=True)
+def wait_for(path):
+    while not path.exists():
+        time.sleep(0.005)
 """
 WAIT = "time.sleep(60)\n"
+# One rank says that it has started, and another waits for that: starts may take seconds where the cores are busy.
+TELL, HEAR = "(here / 'told').touch(); ", "wait_for(here / 'told'); "
 TRAINER = """
 with StopRequest() as stop:
     (here / f"ready-{rank}").touch()
@@ -174,8 +179,8 @@ def test_the_traceback_of_the_rank_that_failed_is_on_top(script, tmp_path):
     command = script(
         "note_step(41)\n"
         "class CommunicationError(RuntimeError): pass\n"
-        "if rank == 2:\n    time.sleep(0.2); raise ValueError('the loss is not a number')\n"
-        "if rank == 1:\n    time.sleep(0.1); raise CommunicationError('rank 2 is gone')\n" + WAIT
+        f"if rank == 2:\n    {TELL}time.sleep(0.1); raise ValueError('the loss is not a number')\n"
+        f"if rank == 1:\n    {HEAR}raise CommunicationError('rank 2 is gone')\n" + WAIT
     )
     text, seconds = _fail(command, 4, folder="run")
     lines = text.splitlines()
@@ -193,7 +198,11 @@ def test_the_traceback_of_the_rank_that_failed_is_on_top(script, tmp_path):
 
 
 def test_the_first_of_two_errors_is_the_cause(script):
-    command = script("time.sleep(0.05 if rank else 0.2); raise ValueError(f'of rank {rank}')\n")
+    command = script(
+        f"if rank == 0:\n    {HEAR}time.sleep(0.15)\n"  # behind the other's error
+        f"else:\n    {TELL}\n"
+        "raise ValueError(f'of rank {rank}')\n"
+    )
     text, _ = _fail(command, 2)
     assert text.startswith("rank 1 ended with status 1") and "ValueError: of rank 1" in text
     assert "others: rank 0 ended with status 1" in text
@@ -202,8 +211,8 @@ def test_the_first_of_two_errors_is_the_cause(script):
 def test_a_kill_comes_before_the_errors_it_causes(script, tmp_path):
     command = script(
         "note_step(7)\nprint('the last words', flush=True)\n"
-        "if rank == 1:\n    time.sleep(0.15); os.kill(os.getpid(), signal.SIGKILL)\n"
-        "time.sleep(0.1); raise RuntimeError('connection closed by peer')\n"
+        f"if rank == 1:\n    {TELL}time.sleep(0.05); os.kill(os.getpid(), signal.SIGKILL)\n"
+        f"{HEAR}raise RuntimeError('connection closed by peer')\n"
     )
     text, _ = _fail(command, 2)
     assert text.startswith("rank 1 was ended by SIGKILL at step 7 on host ")
@@ -216,9 +225,9 @@ def test_a_kill_comes_before_the_errors_it_causes(script, tmp_path):
 def test_an_abort_behind_an_error_about_another_rank_is_an_echo(script):
     command = script(
         "class CommunicationError(RuntimeError): pass\n"
-        "if rank == 1:\n    time.sleep(0.1); raise ValueError('the cause')\n"
+        f"if rank == 1:\n    {TELL}time.sleep(0.1); raise ValueError('the cause')\n"
         "import atexit; atexit.register(os.abort)\n"
-        "raise CommunicationError('rank 1 is gone')\n"
+        f"{HEAR}raise CommunicationError('rank 1 is gone')\n"
     )
     text, _ = _fail(command, 2)
     assert text.startswith("rank 1 ended with status 1") and "ValueError: the cause" in text
