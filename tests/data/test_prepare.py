@@ -220,7 +220,7 @@ def test_a_bad_line_is_named_and_nothing_is_left(tmp_path, config, line, options
         ),
         (
             lambda p: {"path": str(p / "short.txt"), "tokenizer": str(p / "folder")},
-            r"there is no tokenizer '.*tokenizer.json'",
+            r"tokenizer: must be a folder with a tokenizer.json; '.*folder' has none",
         ),
     ],
 )

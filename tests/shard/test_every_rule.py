@@ -250,7 +250,8 @@ def test_the_planner_makes_no_choice_that_is_not_run() -> None:
     pick = random.Random(0)
     warnings.simplefilter("ignore")
     num_covered = 0
-    for sample in all_samples()[::7]:
+    # As_strided asks the ranks what is in memory; no layout is chosen for it.
+    for sample in [one for one in all_samples() if str(one).partition("[")[0] != "as_strided"][::7]:
         tensors = tensors_in((sample.args, sample.kwargs))
         layouts = [layouts_of(mesh, value, value.is_floating_point()) for value in tensors]
         calls = _calls_of(sample, tensors, mesh)
