@@ -285,7 +285,7 @@ def test_a_look_at_the_first_blocks() -> None:
         split_of(pairs, 2, inputs={"x": None})
     row = _Row()
     assert split_of(row, 2, inputs={"x": x}).stream.shape == (2, 4)
-    with pytest.raises(ValueError, match=r"without a call of 'before', so it is not the first block: give blocks="):
+    with pytest.raises(ValueError, match=r"without a call of 'before', so it is not the first block: let the model"):
         split_stages(_Row(_Block()), 1, blocks=["before"], inputs={"x": x})
 
 
@@ -319,7 +319,7 @@ def test_calls_that_a_stage_cannot_answer() -> None:
 def test_blocks_in_another_order_than_they_run() -> None:
     turned = split_stages(_Row(), 2, blocks=["blocks.2", "blocks.1", "blocks.0"])
     x = ours(torch.ones(2, 4))
-    with pytest.raises(RuntimeError, match=r"without a call of its first block 'blocks\.2': give .* in which they run"):
+    with pytest.raises(RuntimeError, match=r"without a call of its first block 'blocks\.2': let .* in which they run"):
         StageModel(_Row(), turned, 0)(None, x)
     with pytest.raises(RuntimeError, match=r"'blocks\.1' of an earlier stage ran behind .* in which they run"):
         StageModel(_Row(), turned, 1)(x, x)

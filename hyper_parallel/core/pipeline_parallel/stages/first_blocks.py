@@ -111,8 +111,8 @@ def look(model: Any, blocks: Sequence[str], inputs: Mapping[str, Any], *, at_sec
             handle.remove()
     if not streams:
         raise ValueError(
-            f"split_stages: the run ended without a call of '{blocks[0]}', so it is not the first block: give blocks= "
-            "the paths of the blocks in the order in which they run"
+            f"split_stages: the run ended without a call of '{blocks[0]}', so it is not the first block: let the "
+            "model's list hold its blocks in the order in which they run, or give split_stages blocks= their paths"
         )
     stream = streams[0]
     if not _platform.is_tensor(stream):

@@ -31,6 +31,7 @@ from hyper_parallel.platform.shared.tensor_arguments import note_stage
 __all__ = ["StageModel"]
 
 _platform = get_platform()
+_ORDER = "let the model's list hold the blocks in the order in which they run, all in use, or give split_stages blocks="
 _ROLE = "_hyper_parallel_stage_role"
 _kinds: dict[tuple[type, type], type] = {}
 _kinds_lock = threading.Lock()
@@ -86,8 +87,8 @@ class _StageBlock:
             raise LeftEarly(stream)
         if passage.is_entered:
             raise RuntimeError(
-                f"the block '{role.path}' of an earlier stage ran behind blocks of this one: give split_stages blocks= "
-                "in the order in which they run; models whose blocks run several times cannot be cut"
+                f"the block '{role.path}' of an earlier stage ran behind blocks of this one: {_ORDER}; models whose "
+                "blocks run several times cannot be cut"
             )
         passage.blank = stream if passage.blank is None else passage.blank
         if role.gives_loss:
@@ -223,15 +224,14 @@ class StageModel:
         if index < split.num_stages - 1:
             raise RuntimeError(
                 f"stage {index} ran to the model's end without a call of '{split.stages[index + 1][0]}', the block "
-                "behind its own: give split_stages blocks= in the order in which they run"
+                f"behind its own: {_ORDER}"
             )
         return outputs
 
     def _check_entered(self, index: int) -> None:
         if not self._passage.is_entered:
             raise RuntimeError(
-                f"stage {index} ended without a call of its first block '{self.split.stages[index][0]}': "
-                "give split_stages blocks= in the order in which they run"
+                f"stage {index} ended without a call of its first block '{self.split.stages[index][0]}': {_ORDER}"
             )
 
     def _hollow(self, wrap: Callable[[Any], Any] | None) -> None:
