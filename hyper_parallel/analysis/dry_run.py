@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -16,6 +16,7 @@ from hyper_parallel.analysis.byte_sizes import parse_bytes
 from hyper_parallel.analysis.model_source import find_model
 from hyper_parallel.analysis.rank_run import Job, run_rank
 from hyper_parallel.analysis.report import DryRun, make_report
+from hyper_parallel.core.pipeline_parallel.table import Table
 from hyper_parallel.parallel.degrees import AXES, Degrees, as_degrees
 from hyper_parallel.parallel.stages import table_for
 from hyper_parallel.platform import get_platform
@@ -32,14 +33,20 @@ def dry_run(
     rank: int = 0,
     plan: Any = None,
     sequence_parallel: bool | None = None,
+    keep_whole: Sequence[str] = (),
+    attention: str = "auto",
+    order: str = "contiguous",
     batch: int = 1,
     length: int = 4096,
     microbatches: int | None = None,
-    schedule: str = "1f1b",
+    schedule: str | Table = "1f1b",
     stages_per_rank: int | None = None,
+    stages: Sequence[int] | None = None,
+    balance: str | Sequence[float] = "time",
     dtype: str | None = None,
     precision: Any = None,
     recompute: bool | str | Callable[..., Any] = False,
+    offload: bool = False,
     clip_norm: float | None = None,
     optimizer: str | Callable[[Any], Any] | None = "adamw",
     device: str = "cpu",
@@ -56,11 +63,11 @@ def dry_run(
             function that builds the model: it returns the model, or the model and its inputs (a tuple or a dict).
         degrees: as :func:`parallelize` takes them, ``"dp_shard=4, tp=8"``; ``dp`` is short for ``dp_replicate``. Ranks
             of ``world_size`` that no axis names are ``dp_shard``.
-        plan, sequence_parallel, precision: as :func:`parallelize` takes them.
+        plan, sequence_parallel, keep_whole, attention, order, precision, offload: as :func:`parallelize` takes them.
         batch: sequences of ``length`` tokens that this rank trains on in a step, in ``microbatches`` parts (default 1,
             with ``pp`` twice its degree and at most ``batch``); ranks along ``dp_replicate`` and ``dp_shard`` have
             others, those along ``pp``, ``cp`` and ``tp`` the same.
-        schedule, stages_per_rank: of a pipeline, as :func:`parallelize` takes them.
+        schedule, stages_per_rank, stages, balance: of a pipeline, as :func:`parallelize` takes them.
         dtype: of the parameters; by default the config's, or as the model was built.
         recompute: compute the activations of each block again in backward; a policy says which.
         clip_norm: the norm to which gradients are scaled down; None: they are not.
@@ -172,8 +179,8 @@ def _ask_torch(given: dict[str, Any], all_classes: bool = False) -> list[DryRun]
         )
     unsayable = [
         name
-        for name in ("model", "plan", "optimizer", "precision", "recompute")
-        if callable(given[name]) or isinstance(given[name], dict)
+        for name in ("model", "plan", "schedule", "optimizer", "precision", "recompute")
+        if callable(given[name]) or isinstance(given[name], (dict, Table))
     ]
     if unsayable:
         raise TypeError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -37,9 +37,13 @@ class Job:
     microbatches: int = 1
     schedule: Any = "1f1b"
     stages_per_rank: int | None = None
+    stages: Sequence[int] | None = None
+    balance: str | Sequence[float] = "time"
     plan: Any = None
     sequence_parallel: bool | None = None
-    keep_whole: tuple[str, ...] = ()
+    keep_whole: Sequence[str] = ()
+    attention: str = "auto"
+    order: str = "contiguous"
     dtype: str | None = None
     precision: Any = None
     recompute: bool | str | Callable[..., Any] = False
@@ -71,6 +75,10 @@ class Job:
             microbatches=self.microbatches,
             schedule=self.schedule,
             stages_per_rank=self.stages_per_rank,
+            stages=self.stages,
+            balance=self.balance,
+            attention=self.attention,
+            order=self.order,
             precision=self.precision,
             recompute=recompute,
             offload=self.offload,
@@ -130,6 +138,10 @@ def run_rank(job: Job, rank: int) -> RankRun:
             platform.watch_gradients(model, lambda gradient: counter.mark([gradient], "gradients"))
         training = _Training(job, run, inputs, optimizer, log, counter)
         with platform.watch_modules(model, log):
+            if job.offload:  # what lies in host memory is known when each block has been packed and stepped
+                training.step()
+                counter.to_host([_local(one) for one in parameters])
+                counter.to_host(platform.optimizer_state_of(optimizer) if optimizer is not None else ())
             steps = [training.step() for _ in range(job.steps)]
         last, highest = steps[-1], max(steps, key=lambda step: step.peak.num_bytes)
         return RankRun(

@@ -34,6 +34,10 @@ def dry_run(
     ] = None,
     schedule: Annotated[str, typer.Option(help="With pp: the schedule, as `pipeline show` draws it.")] = "1f1b",
     stages_per_rank: Annotated[int | None, typer.Option(help="With pp: for schedules that take any number.")] = None,
+    stages: Annotated[str | None, typer.Option(help="With pp: blocks of each stage, '3,5'. Default: balanced.")] = None,
+    balance: Annotated[str, typer.Option(help="With pp: time or bytes, by which stages are balanced.")] = "time",
+    attention: Annotated[str, typer.Option(help="With cp: ring, ulysses, gather, hybrid or auto.")] = "auto",
+    order: Annotated[str, typer.Option(help="With cp: contiguous, zigzag or striped.")] = "contiguous",
     dtype: Annotated[
         str | None, typer.Option(help="Of the parameters: float32, bfloat16. Default: the config's.")
     ] = None,
@@ -42,6 +46,9 @@ def dry_run(
         bool | None, typer.Option(help="Cut activations between the halves of a block. Default: yes.")
     ] = None,
     recompute: Annotated[bool, typer.Option("--recompute", help="Compute each block again in backward.")] = False,
+    offload: Annotated[
+        bool, typer.Option("--offload", help="Parameters, gradients and optimizer state in host memory.")
+    ] = False,
     optimizer: Annotated[str, typer.Option(help="adamw, adam, sgd, adagrad, rmsprop, adafactor or none.")] = "adamw",
     device: Annotated[str, typer.Option(help="cpu, cuda or npu: whose kernels and rounding are meant.")] = "cpu",
     device_memory: Annotated[str | None, typer.Option(help="80GB: exit with status 1 if the peak exceeds it.")] = None,
@@ -58,6 +65,7 @@ def dry_run(
         if name not in ("model", "degrees", "rank", "all_classes", "as_json", "html")
     }
     try:
+        options["stages"] = _numbers(stages)
         reports = _ask(model, degrees, options, None if all_classes else rank)
         if html is not None:
             page = importlib.import_module("hyper_parallel.analysis.report_page").page
@@ -72,6 +80,13 @@ def dry_run(
             _show(report)
     if not all(report.fits for report in reports):
         raise typer.Exit(1)
+
+
+def _numbers(listed: str | None) -> list[int] | None:
+    try:
+        return None if listed is None else [int(number) for number in listed.split(",")]
+    except ValueError:
+        raise ValueError(f"--stages {listed!r} is not a list of numbers of blocks; write --stages 3,5") from None
 
 
 def _ask(model: str, degrees: str, options: dict[str, Any], rank: int | None) -> list[Any]:

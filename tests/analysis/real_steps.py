@@ -39,6 +39,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
     },
+    "gpt_neox": {"model_type": "gpt_neox", "architectures": ["GPTNeoXForCausalLM"], **_DECODER},
     "gpt2": {
         "model_type": "gpt2",
         "architectures": ["GPT2LMHeadModel"],

@@ -56,12 +56,24 @@ def test_options_of_parallelize():
     assert data["degrees"] == {"dp_shard": 2, "cp": 2} and data["microbatches"] == 2
 
 
+def test_options_of_stages():
+    arguments = ("-d", "pp=2", "--batch", 2, "--stages", "1,3", "--schedule", "gpipe", "--dtype", "float32")
+    shards = []
+    for rank in (0, 1):
+        (data,) = json.loads(_run("dry-run", "llama-demo", "--length", 32, *arguments, "--rank", rank, "--json").stdout)
+        shards.append(data["peak_by_kind"]["parameters"])
+    assert shards[0] < shards[1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (("nothing",), "no model is called 'nothing'"),
         (("llama-demo", "-d", "tp=3", "--world-size", "8"), "the world has 8"),
         (("llama-demo", "--rank", "7"), "rank 7 is not one of"),
+        (("llama-demo", "-d", "pp=2", "--stages", "1;3"), "--stages '1;3' is not a list of numbers"),
+        (("llama-demo", "-d", "pp=2", "--stages", "9,9"), "give the number of blocks of each stage"),
+        (("llama-demo", "-d", "cp=2", "--attention", "sparse"), "sparse"),
         (("missing/config.json",), "does not exist"),
         (("llama-demo", "--device-memory", "much"), "is not an amount of memory"),
         (("llama-demo", "--html", "no/such/folder/page.html", "--length", "32"), "No such file"),

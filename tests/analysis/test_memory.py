@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hyper_parallel import models
+from hyper_parallel import dry_run, models
 from hyper_parallel.analysis.model_source import find_model
 from hyper_parallel.analysis.rank_run import Job, run_rank
 from hyper_parallel.parallel.degrees import Degrees
@@ -38,6 +38,10 @@ PLANS = {
     "mixed precision": ("ours", 1, 1, {"degrees": {"dp_shard": 2}, "precision": "bf16"}),
     "clipped": ("ours", 1, 1, {"degrees": {"dp_shard": 2, "tp": 2}, "clip_norm": 1.0}),
     "hugging face, sequence over ranks": ("llama", 1, 1, {"degrees": {"cp": 2}}),
+    "hugging face, ring": ("llama", 1, 1, {"degrees": {"cp": 2}, "attention": "ring"}),
+    "hugging face, ring in zigzag": ("llama", 1, 1, {"degrees": {"cp": 2}, "attention": "ring", "order": "zigzag"}),
+    "hugging face, heads over ranks": ("llama", 1, 0, {"degrees": {"cp": 3}, "attention": "ulysses", "batch": 3}),
+    "experts over ranks": ("mixtral", 1, 1, {"degrees": {"dp_shard": 2, "ep": 2}}),
     "first stage": ("ours", 1, 0, {"degrees": {"pp": 2}, "microbatches": 4, "batch": 4}),
     "last stage, tied": ("tied", 1, 1, {"degrees": {"pp": 2}, "microbatches": 3, "batch": 3}),
     "stage of layers in parts": ("ours", 2, 3, {"degrees": {"pp": 2, "tp": 2}, "microbatches": 2}),
@@ -117,9 +121,18 @@ def test_a_forgotten_result_is_counted_where_it_was_made():
     assert run.by_module["activations"][""] >= 40_000
 
 
-def test_recompute_needs_less_and_computes_more():
-    from hyper_parallel import dry_run
+def test_what_lies_in_host_memory_is_not_the_devices():
+    given = {"batch": 2, "length": 128, "device": "cuda"}
+    here, there = (dry_run("llama-demo", "dp_shard=2, tp=2", **given, offload=one) for one in (False, True))
+    for kind in ("parameters", "gradients", "optimizer state"):
+        assert kind not in there.peak_by_kind
+    for kind in ("activations", "gathered parameters"):
+        assert there.peak_by_kind[kind] == here.peak_by_kind[kind]
+    state = here.peak_by_kind["parameters"] + here.peak_by_kind["optimizer state"]
+    assert here.peak_bytes - 2 * state < there.peak_bytes < here.peak_bytes - state
 
+
+def test_recompute_needs_less_and_computes_more():
     plain, again = (dry_run("llama-demo", "tp=2", batch=4, length=256, recompute=one) for one in (False, True))
     assert again.peak_bytes < plain.peak_bytes
     assert again.flops_by_phase["recompute"] > 0

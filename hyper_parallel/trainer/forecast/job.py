@@ -42,6 +42,7 @@ def job_of(config: RunConfig, world_size: int, device: str) -> Job:
         batch=rows,
         length=config.data.length,
         microbatches=config.microbatches(world_size),
+        offload=config.parallel.offload,
         recompute="" if config.recompute.mode == "none" else config.recompute.mode,
         split_by=lambda model: split_model(model, config, degrees),
         clip_norm=math.inf if clip == "none" else clip,

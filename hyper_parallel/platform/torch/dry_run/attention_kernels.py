@@ -93,11 +93,10 @@ def _choose(
 
 
 def _cpu_flash(query: torch.Tensor, *rest: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """As the kernel allocates them: heads inside of positions, so that what follows needs no copy."""
-    batch, heads, length, width = query.shape
+    """As the kernel allocates them: the output lies as the query does."""
+    batch, heads, length, _ = query.shape
     sums = torch.float32 if query.dtype in _NARROW else query.dtype
-    output = query.new_empty((batch, length, heads, width)).transpose(1, 2)
-    return output, query.new_empty((batch, length, heads), dtype=sums).transpose(1, 2)
+    return torch.empty_like(query), query.new_empty((batch, length, heads), dtype=sums).transpose(1, 2)
 
 
 def _cpu_flash_backward(

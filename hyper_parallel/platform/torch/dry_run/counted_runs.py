@@ -33,6 +33,7 @@ __all__ = [
 class _Counter:
     def __init__(self, mode: Any) -> None:
         self._mode = mode
+        self.to_host = mode.to_host
 
     def mark(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
         for tensor in tensors:

@@ -7,8 +7,9 @@ itself runs. See Note [Integers are real] for what is computed and what is not.
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -66,6 +67,7 @@ class CountingMode(DispatchMode):
         self._seen: dict[int, _Freed] = {}  # by id of the storage's Python object, which lives as long as the storage
         self._on_device: set[int] = set()  # real storages that stand for memory of the device
         self._unknown: set[int] = set()  # real storages that were written to with values that nobody knows
+        self._on_host: set[int] = set()  # storages without memory that stand for memory of the host
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Saved DTensors come in backward: their blocks are meant.
@@ -88,9 +90,10 @@ class CountingMode(DispatchMode):
                 self._unknown.add(id(args[0].untyped_storage()))
                 return args[0]
             args, kwargs = _without_memory(operator, args, kwargs)
+        on_device = not self._on_host or not self._are_on_host(args, kwargs)
         if facts.is_view:
             result = operator(*args, **kwargs)
-            self._look_at(result)
+            self._look_at(result, on_device)
             return result
         if operator is aten._to_copy.default and self._device != "cpu" and _device_in(kwargs) not in (None, _META):
             result = self._ask(operator, facts, args, kwargs)  # to the host, and not memory of the device
@@ -107,7 +110,7 @@ class CountingMode(DispatchMode):
             self.log.flops += flops
             if key is not None and not self._shares(result, args):
                 self._shapes.remember(key, args, result, flops)
-        self._look_at(result)
+        self._look_at(result, on_device)
         return result
 
     def _ask(self, operator: OpOverload, facts: _Facts, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -169,10 +172,32 @@ class CountingMode(DispatchMode):
             if not tensor.is_meta:
                 self._on_device.add(key)
             seen.allocation = self.log.allocate(-(-num_bytes // self._unit) * self._unit, user_line)
+        elif tensor.is_meta:
+            self._on_host.add(key)
         self._seen[key] = seen
+
+    def _are_on_host(self, args: Any, kwargs: dict[str, Any]) -> bool:
+        """Whether an operator runs on the host: all that it takes is there."""
+        values = itertools.chain.from_iterable(
+            value if isinstance(value, (list, tuple)) else (value,) for value in (*args, *kwargs.values())
+        )
+        tensors = [value for value in values if isinstance(value, torch.Tensor) and value.is_meta]
+        return all(id(tensor.untyped_storage()) in self._on_host for tensor in tensors)
+
+    def to_host(self, tensors: Iterable[torch.Tensor]) -> None:
+        """The memory of ``tensors``, and of all that is computed from it alone, is the host's from here on."""
+        for tensor in tensors if self._device != "cpu" else ():
+            with NoInterception():
+                seen = self._seen.get(id(tensor.untyped_storage()))
+            if seen is not None:
+                self._on_host.add(seen.key)
+                if seen.allocation is not None:
+                    self.log.free(seen.allocation)
+                    seen.allocation = None
 
     def _free(self, seen: _Freed) -> None:
         self._seen.pop(seen.key, None)
+        self._on_host.discard(seen.key)
         self._on_device.discard(seen.key)
         self._unknown.discard(seen.key)
         if seen.allocation is not None:

@@ -45,18 +45,18 @@ def result_wrapper(
 
 # Note [Operators without memory]
 # PyTorch finds the results of many operators on tensors without memory in Python code, which reads ``.shape``, the
-# global one on a DTensor, in backward too. So in a silent world, where such tensors are, operators get plain aliases.
+# global one on a DTensor, in backward too, and so do modes that count. So in a silent world operators get plain aliases.
 # An alias that is saved for backward keeps its DTensor alive, and what this one holds, as the DTensor itself would.
 
 
 def _without_memory(run: Callable[..., Any]) -> Callable[..., Any]:
-    """``run`` with plain tensors in place of DTensors that have no memory."""
+    """``run`` with plain tensors in place of DTensors."""
 
     def run_plain(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given: dict[int, Any] = {}
 
         def block(value: Any) -> Any:
-            if isinstance(value, DTensorBase) and value.is_meta:
+            if isinstance(value, DTensorBase):
                 plain = local_alias(value)
                 plain._alias_of = value  # type: ignore[attr-defined]
                 given[id(plain)] = (plain, value)
