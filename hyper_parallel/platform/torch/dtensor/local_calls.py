@@ -45,7 +45,7 @@ def result_wrapper(
 
 # Note [Operators without memory]
 # PyTorch finds the results of many operators on tensors without memory in Python code, which reads ``.shape``, the
-# global one on a DTensor, in backward too, and so do modes that count. So in a silent world operators get plain aliases.
+# global one on a DTensor, in backward too, and so do modes that count. So in a silent world operators get aliases.
 # An alias that is saved for backward keeps its DTensor alive, and what this one holds, as the DTensor itself would.
 
 
