@@ -251,7 +251,9 @@ def test_a_pattern_that_no_layer_has_names_the_key(tmp_path, base):
 
 
 def test_peft_opens_the_adapters_of_hugging_face_models(tmp_path):
-    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    import peft
+    import transformers
+
     sizes = {"vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     configs = [
         transformers.LlamaConfig(**sizes, intermediate_size=48, num_key_value_heads=2, max_position_embeddings=64),
