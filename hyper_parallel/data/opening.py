@@ -103,12 +103,23 @@ def _notes(facts: dict[str, Any], length: int) -> str:
     return notes
 
 
+def _facts_of_documents(folder: Path) -> dict[str, Any]:
+    """The facts of a prepared folder whose tokens are all trained."""
+    facts = check_folder(folder)
+    if facts["kind"] == "chat":
+        raise ValueError(
+            f"'{folder}' has prepared conversations, of which not every token is trained; give the files they were "
+            'prepared from, with kind = "chat" and the same options: they are not prepared again'
+        )
+    return facts
+
+
 def _tokens(source: SourceConfig, config: DataConfig) -> TokenFile:
     """A token file of the user's own, or a folder that was prepared."""
     path = Path(source.paths[0])
     decode = load_tokenizer(config.tokenizer).decode if config.tokenizer != "bytes" else None
     if (path / META).is_file():
-        return _prepared_tokens(path, check_folder(path), config, decode)
+        return _prepared_tokens(path, _facts_of_documents(path), config, decode)
     beside = next((p for p in (path.with_suffix(".ends.npy"), path.with_suffix(".npy")) if p.is_file()), None)
     return TokenFile(
         path,

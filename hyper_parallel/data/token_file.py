@@ -105,8 +105,10 @@ def map_tokens(path: Path, dtype: str) -> np.ndarray:
 def _load_ends(path: Path, num_tokens: int) -> np.ndarray:
     try:
         ends = np.load(path, mmap_mode="r")
-    except (OSError, ValueError, EOFError) as error:
+    except Exception as error:  # numpy reads the header as Python and raises what a parser of Python does
         raise ValueError(f"cannot read the ends of documents in '{path}': {error}") from error
+    if not isinstance(ends, np.ndarray):
+        raise ValueError(f"{path}: the ends of documents must be one array, as numpy.save writes it, not several")
     if ends.ndim != 1 or ends.dtype.kind not in "iu" or not len(ends):
         raise ValueError(f"{path}: the ends of documents must be a list of whole numbers, not {ends.dtype}{ends.shape}")
     if int(ends[-1]) != num_tokens or int(ends[0]) < 1 or (np.diff(ends.astype(np.int64)) <= 0).any():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 
 import numpy
@@ -21,6 +22,12 @@ def _tokenizer(vocabulary):
     made = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     return made.to_str()
+
+
+def _archive():
+    file = io.BytesIO()
+    numpy.savez(file, ends=[400])
+    return file.getvalue()
 
 
 GOOD = {
@@ -90,6 +97,16 @@ CASES = {
         {SETTINGS: '{"eos_token": {"content": "<end>"}}'},
         TOKENIZER,
         r"^tok/tokenizer_config\.json: eos_token '<end>' is no token of 'tok/tokenizer\.json'",
+    ),
+    "ends with a bracket left open": (
+        {"ids.ends.npy": b"\x93NUMPY\x01\x00" + bytes([118, 0]) + b"{'descr': '<i8', (".ljust(117) + b"\n" + bytes(8)},
+        {"kind": "tokens", "path": "ids.bin"},
+        r"^cannot read the ends of documents in 'ids\.ends\.npy': ",
+    ),
+    "ends in an archive": (
+        {"ids.ends.npy": _archive()},
+        {"kind": "tokens", "path": "ids.bin"},
+        r"^ids\.ends\.npy: the ends of documents must be one array, as numpy\.save writes it, not several$",
     ),
     "empty ends": (
         {"ids.ends.npy": ""},

@@ -473,6 +473,16 @@ def test_a_prepared_folder_can_be_named(tmp_path, config):
         open_data(config(kind="tokens", path=str(folder)), seed=0)
 
 
+def test_a_prepared_folder_that_is_not_of_documents(tmp_path, config):
+    rows = _lines(tmp_path / "rows.jsonl", _talk("hi", "yo"))
+    (folder,) = prepare(config(kind="chat", path=rows, length=64))
+    with pytest.raises(ValueError, match=r'has prepared conversations, of which not every .* with kind = "chat"'):
+        open_data(config(kind="tokens", path=str(folder)), seed=0)
+    (folder / "meta.json").write_text((folder / "meta.json").read_text().replace('"chat"', '"text"', 1))
+    with pytest.raises(ValueError, match=r"no whole prepared data \(ValueError: the content of meta.json has changed"):
+        open_data(config(kind="tokens", path=str(folder)), seed=0)
+
+
 def test_every_field_says_what_it_means():
     schema = TypeAdapter(DataConfig).json_schema()
     for properties in (schema["properties"], schema["$defs"]["SourceConfig"]["properties"]):

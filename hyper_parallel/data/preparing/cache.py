@@ -29,6 +29,7 @@ __all__ = ["META", "check_folder", "default_cache", "prepare_folder", "remembere
 
 META = "meta.json"
 FORMAT = 1
+_OWN = "crc32c"  # the checksum of all else that meta.json says
 CHECKED_BYTES = 1 << 30  # above, an opened folder is checked by the sizes of its files only
 _WAIT_SECONDS = 0.1
 _SETTLED_NS = 2_000_000_000  # a file younger than this may change again within the resolution of its time
@@ -115,8 +116,9 @@ def write_meta(folder: Path, facts: dict[str, Any]) -> None:
     for path in sorted(folder.iterdir()):
         fsync_path(path)
         files[path.name] = {"bytes": path.stat().st_size, "crc32c": _checksum(path)}
+    meta = {"format": FORMAT, **facts, "files": files}
     with atomic_file(folder / META) as aside:
-        aside.write_text(json.dumps({"format": FORMAT, **facts, "files": files}, indent=1, sort_keys=True))
+        aside.write_text(_text(meta | {_OWN: _sum(meta)}))
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
@@ -124,7 +126,17 @@ def read_meta(folder: Path) -> dict[str, Any]:
     meta = json.loads((folder / META).read_bytes())
     if not isinstance(meta, dict) or meta.get("format") != FORMAT or not isinstance(meta.get("files"), dict):
         raise ValueError(f"'{folder / META}' is not of this version of HyperParallel")
+    if meta.pop(_OWN, None) != _sum(meta):
+        raise ValueError(f"the content of {META} has changed")
     return meta
+
+
+def _sum(meta: dict[str, Any]) -> int:
+    return int(crc32c.crc32c(_text(meta).encode()))
+
+
+def _text(meta: dict[str, Any]) -> str:
+    return json.dumps(meta, indent=1, sort_keys=True)
 
 
 def find_damage(folder: Path, *, thorough: bool = False) -> str:
