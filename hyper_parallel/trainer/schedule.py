@@ -1,4 +1,4 @@
-"""The learning rate of a step, as a part of the config's: a warm-up, then a shape."""
+"""How many steps a run has, and the learning rate of each, as a part of the config's: a warm-up, then a shape."""
 
 from __future__ import annotations
 
@@ -7,8 +7,22 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from hyper_parallel.trainer.config.sections.schedule import ScheduleConfig
+    from hyper_parallel.trainer.config.sections.train import TrainConfig
 
-__all__ = ["rate_factor"]
+__all__ = ["num_steps", "rate_factor"]
+
+
+def num_steps(config: TrainConfig, num_samples: int, done: int = 0, position: int = 0) -> int:
+    """Steps of the whole run: as said, or those that are done and as many as the rest of the epochs needs.
+
+    >>> from hyper_parallel.trainer.config.sections.train import TrainConfig
+    >>> epochs = TrainConfig(epochs=2, batch=5)
+    >>> num_steps(epochs, 100), num_steps(epochs, 100, done=10, position=100)  # which had batches of 10
+    (40, 30)
+    """
+    if config.steps is not None:
+        return config.steps
+    return done + max(0, math.ceil((float(config.epochs or 1) * num_samples - position) / config.batch))
 
 
 def rate_factor(config: ScheduleConfig, step: int, num_steps: int) -> float:

@@ -37,7 +37,7 @@ from hyper_parallel.trainer.journal import Journal
 from hyper_parallel.trainer.opened_data import Asked, open_evaluation, open_training
 from hyper_parallel.trainer.optimizers import make_optimizer, set_rate
 from hyper_parallel.trainer.proofs import find_spelling
-from hyper_parallel.trainer.schedule import rate_factor
+from hyper_parallel.trainer.schedule import num_steps, rate_factor
 from hyper_parallel.trainer.splitting import split_model
 
 __all__ = ["Result", "Trainer"]
@@ -105,12 +105,10 @@ class Trainer:
             if data is not None and vocabulary is not None:
                 data.require_vocabulary(vocabulary)
         self.order = self.data.order(batch=config.train.batch, seed=config.train.seed)
-        self.num_steps = config.train.steps or math.ceil(
-            float(config.train.epochs or 1) * self.data.num_samples / config.train.batch
-        )
         self.checkpoints = Checkpoints(config)
         self.optimizer: Any = None
         self._resume_or_begin()
+        self.num_steps = num_steps(config.train, self.data.num_samples, self.run.step, self.order.position)
         spelling = find_spelling(self.run, self.data)
         if self._is_asked(stop):
             return False

@@ -133,6 +133,9 @@ def test_a_run_of_epochs_over_its_boundary_is_the_straight_one(tmp_path):
     again = train_on_threads(config)
     straight = run_config(tmp_path / "straight", data=data, train={"steps": 6})
     assert {**stopped.losses, **again.losses} == pytest.approx(plain_losses(straight, 6), rel=1e-11)
+    first = {"resume": str(tmp_path / "run" / "checkpoints" / "step-2"), "folder": str(tmp_path / "more")}
+    more = train_on_threads(run_config(tmp_path / "run", data=data, train={**train, "batch": 4}, checkpoint=first))
+    assert (more.step, steps_of(tmp_path / "run")[-1]["position"]) == (2 + 20 / 4, 30)
 
 
 def test_the_norm_the_rate_and_the_tokens_of_a_step_are_written_down(tmp_path):
