@@ -211,11 +211,12 @@ class Trainer:
         if imbalance is not None:
             read["expert_imbalance"] = imbalance
         update_expert_bias(run)
-        if not math.isfinite(read["loss"]):
+        if not (math.isfinite(read["loss"]) and math.isfinite(read["grad_norm"])):
             raise FloatingPointError(
-                f"the loss of step {step} is {read['loss']}, on every rank, with a gradient norm of "
-                f"{read['grad_norm']:.3g}; the last checkpoint is in '{self.checkpoints.folder}'. Lower optimizer.lr "
-                f"({config.optimizer.lr:g}) or train.clip_norm, or look at this step's samples: {list(numbers)[:8]}"
+                f"step {step} has a loss of {read['loss']:.6g} and a gradient norm of {read['grad_norm']:.3g}, on "
+                f"every rank; the last checkpoint is in '{self.checkpoints.folder}'. Lower optimizer.lr "
+                f"({config.optimizer.lr:g}) or train.clip_norm, or look at this step's samples: "
+                f"{[int(number) for number in numbers[:8]]}"
             )
         end = time.perf_counter()
         read |= {"lr": rate, "seconds": {"forward_backward": between - begin, "optimizer": end - between}}

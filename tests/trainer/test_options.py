@@ -155,7 +155,7 @@ def test_a_resumed_run_has_the_options_of_its_config(tmp_path):
 
 def test_a_loss_that_is_no_number_ends_the_run_with_its_samples(tmp_path):
     huge = {"optimizer": {"lr": 1e300}, "schedule": {"name": "constant", "warmup": 0}, "train": {"clip_norm": "none"}}
-    with pytest.raises(FloatingPointError, match=r"the loss of step \d is nan, on every rank, .* Lower optimizer.lr"):
+    with pytest.raises(FloatingPointError, match=r"step \d has a loss of nan and a gradient .* Lower optimizer.lr"):
         train_on_threads(run_config(tmp_path, "dp_shard", **huge))
     assert not (tmp_path / "checkpoints").exists()
 
@@ -234,6 +234,16 @@ def without_labels(sizes):
 
 def no_model(sizes):
     return sizes
+
+
+class Steep(Logits):
+    def forward(self, tokens):
+        logits = self.inner(tokens)
+        return logits + (logits * 0).sum().sqrt()  # 0, with a slope that is no number
+
+
+def steep(sizes):
+    return Steep(sizes)
 """
 
 
@@ -260,6 +270,12 @@ def test_a_model_of_ones_own(own, name, degrees):
 def test_a_function_that_builds_no_model(own):
     with pytest.raises(TypeError, match=r"model.build: own_models:no_model returned a dict, not a model"):
         train_on_threads(own("no_model"))
+
+
+def test_a_gradient_that_is_no_number_ends_the_run_before_it_is_saved(own, tmp_path):
+    with pytest.raises(FloatingPointError, match=r"step 1 has a loss of [\d.]+ and a gradient norm of nan, on every"):
+        train_on_threads(own("steep", "dp_shard", checkpoint={"every": 1}))
+    assert not (tmp_path / "steep" / "checkpoints").exists()
 
 
 # ---- Hugging Face ----
