@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 
+_MOST = 2.0**63
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
@@ -17,9 +19,10 @@ def parse_bytes(text: str | int | float) -> int:
     if isinstance(text, (int, float)) and not isinstance(text, bool):
         return int(text)
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
-    if found is None or found[2].upper() not in _UNITS:
+    size = float(found[1]) * _UNITS.get(found[2].upper(), math.inf) if found is not None else math.inf
+    if not size < _MOST:
         raise ValueError(f"{text!r} is not an amount of memory; write it as 80GB (10^9 bytes each) or 80GiB (2^30)")
-    return int(float(found[1]) * _UNITS[found[2].upper()])
+    return int(size)
 
 
 def byte_text(num_bytes: float) -> str:

@@ -61,7 +61,7 @@ def _reference(name: str, config: LlamaConfig) -> ModelSource:
 def _hugging_face(path: Path) -> ModelSource:
     path = path / "config.json" if path.is_dir() else path
     try:
-        data = json.loads(path.read_text())
+        data = json.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist; give a Hugging Face config.json, or the folder with one") from None
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -10,8 +10,9 @@ from pydantic import ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 
-__all__ = ["DataConfig", "SourceConfig"]
+__all__ = ["LARGEST_WEIGHT", "DataConfig", "SourceConfig"]
 
+LARGEST_WEIGHT = 1e12  # of a source in a mixture: any number of them adds up to a number
 _STRICT = ConfigDict(extra="forbid", use_attribute_docstrings=True, strict=True)
 _Positive = Annotated[int, Field(ge=1, le=2**63 - 1)]
 _PREPARED, _TOKENIZER = "meta.json", "tokenizer.json"  # what a prepared folder, and that of a tokenizer, has
@@ -64,7 +65,7 @@ class SourceConfig:
     num_samples: Annotated[_Positive, _says("synthetic: how many samples.")] = 1024
     weight: Annotated[
         float,
-        Field(gt=0, allow_inf_nan=False),
+        Field(gt=0, le=LARGEST_WEIGHT, allow_inf_nan=False),
         _says("The share of this source in a mixture, relative to the others."),
     ] = 1.0
 
@@ -116,7 +117,7 @@ class SourceConfig:
 def _missing(key: str, paths: str | tuple[str, ...] | None, more: str = "") -> Iterator[Problem]:
     for path in (paths,) if isinstance(paths, str) else paths or ():
         if not os.path.exists(path):
-            yield Problem((key,), f"must be a file or folder of this machine{more}; there is no '{path}'")
+            yield Problem((key,), f"must be a file or folder of this machine{more}; there is no {path!r}")
 
 
 @dataclass(config=_STRICT, kw_only=True, frozen=True)

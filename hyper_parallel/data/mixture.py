@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from hyper_parallel.data.config import LARGEST_WEIGHT
 from hyper_parallel.data.dataset import Dataset, fingerprint_of
 from hyper_parallel.data.order import Order
 from hyper_parallel.data.sample import Sample
@@ -54,10 +55,13 @@ def assign(weights: Sequence[float]) -> np.ndarray:
 
 
 def _whole_parts(weights: Sequence[float]) -> list[int]:
-    total = math.fsum(weights)
     for number, weight in enumerate(weights):
-        if not weight > 0 or not math.isfinite(weight):
-            raise ValueError(f"mixture: the weight of source {number} is {weight!r}; weights must be above 0")
+        if not 0 < weight <= LARGEST_WEIGHT:
+            raise ValueError(
+                f"mixture: the weight of source {number} is {weight!r}; weights must be above 0 and at most "
+                f"{LARGEST_WEIGHT:g}"
+            )
+    total = math.fsum(weights)
     if total <= _PARTS and all(weight == int(weight) for weight in weights):
         divisor = math.gcd(*(int(weight) for weight in weights))
         return [int(weight) // divisor for weight in weights]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -28,6 +29,10 @@ class LlamaConfig:
         for name in ("vocab_size", "dim", "num_blocks", "num_heads", "num_kv_heads", "hidden_dim", "max_length"):
             if getattr(self, name) < 1:
                 raise ValueError(f"LlamaConfig: {name} must be at least 1, got {getattr(self, name)}")
+        if not 0 < self.rope_base < math.inf:
+            raise ValueError(f"LlamaConfig: rope_base must be a finite number above 0, got {self.rope_base}")
+        if not 0 <= self.norm_eps < math.inf:
+            raise ValueError(f"LlamaConfig: norm_eps must be a finite number from 0, got {self.norm_eps}")
         if self.dim % self.num_heads or self.head_dim % 2:
             raise ValueError(
                 f"LlamaConfig: dim={self.dim} must be num_heads={self.num_heads} times an even number, for rotary "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 __all__ = ["MoEConfig"]
@@ -38,8 +39,10 @@ class MoEConfig:
             if getattr(self, name) < 1:
                 raise ValueError(f"MoEConfig: {name} must be at least 1, got {getattr(self, name)}")
         for name in ("shared_dim", "load_balance_coeff", "balance_loss", "sequence_loss", "z_loss"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"MoEConfig: {name} must not be negative, got {getattr(self, name)}")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"MoEConfig: {name} must be a finite number from 0, got {getattr(self, name)}")
+        if not 0 < self.route_scale < math.inf:
+            raise ValueError(f"MoEConfig: route_scale must be a finite number above 0, got {self.route_scale}")
         for name, known in (("score_func", ("sigmoid", "softmax")), ("group_score", ("top2", "max"))):
             if getattr(self, name) not in known:
                 raise ValueError(f"MoEConfig: {name}={getattr(self, name)!r} is none of {', '.join(map(repr, known))}")

@@ -14,6 +14,7 @@ from hyper_parallel.core.modules.lora import add_lora
 from hyper_parallel.models.sizes import build_reference, model_size
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.platform import PlatformType
+from hyper_parallel.trainer.config.reading import read_text
 from hyper_parallel.trainer.config.sections.model import DEFAULT_TARGETS
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def _hugging_face(config: ModelConfig) -> Any:
             'model.hugging_face: transformers is not installed; pip install "hyper-parallel[transformers]"'
         ) from None
     path = Path(str(config.hugging_face))
-    values = json.loads((path / "config.json" if path.is_dir() else path).read_text())
+    values = json.loads(read_text(path / "config.json" if path.is_dir() else path))
     try:
         kind = transformers.AutoConfig.for_model(values.pop("model_type"), **{**values, **config.args})
         return transformers.AutoModelForCausalLM.from_config(kind)

@@ -21,6 +21,7 @@ from hyper_parallel.trainer.forecast import FORECAST_FILE, forecast_run
 from hyper_parallel.trainer.opened_data import Asked, open_evaluation, open_training
 from hyper_parallel.trainer.report.live import LIVE_VARIABLE, LiveLine
 from hyper_parallel.trainer.report.page import write_failure
+from hyper_parallel.trainer.schedule import num_steps
 
 if TYPE_CHECKING:
     from hyper_parallel.trainer.config.loading import LoadedConfig
@@ -101,6 +102,12 @@ def _look_at_data(loaded: LoadedConfig) -> int:
                     one.require_vocabulary(vocabulary[1])
             key = "train.batch"
             data.order(batch=config.train.batch, seed=config.train.seed)
+            steps = num_steps(config.train, data.num_samples)
+            late = {"schedule.warmup": config.schedule.warmup, "log.trace_step": config.log.trace_step or 0}
+            key = next((one for one, step in late.items() if step > steps), "")
+            # A run that goes on may have had other batches, and so more steps.
+            if key and not config.checkpoint_folder.exists():
+                raise ValueError(f"must be at most the steps of the run, {steps} for its epochs, got {late[key]}")
         except Asked:
             print(f"stopped by {stop.reason} before a step was made", flush=True)
         except (OSError, ValueError, RuntimeError) as error:

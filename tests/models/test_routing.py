@@ -211,7 +211,7 @@ MISTAKES = [
     ({"num_expert_groups": 2, "num_limited_groups": 3}, "num_limited_groups=3 is more than there are groups"),
     ({"num_expert_groups": 4, "num_limited_groups": 1, "top_k": 3}, "top_k=3 is more than the 2 experts"),
     ({"score_func": "tanh"}, "score_func='tanh' is none of 'sigmoid', 'softmax'"),
-    ({"z_loss": -1.0}, "z_loss must not be negative"),
+    ({"z_loss": -1.0}, "z_loss must be a finite number from 0"),
 ]
 
 

@@ -46,6 +46,10 @@ BAD = {
         '[launch]\ndevice_memory = "lots"\n',
         '7: launch.device_memory: must be an amount of memory such as "80GB", got "lots"',
     ),
+    "more memory than numbers count": (
+        f'[launch]\ndevice_memory = "{"9" * 400}GB"\n',
+        '7: launch.device_memory: must be an amount of memory such as "80GB", got "999',
+    ),
     "a flag for a number": ("[schedule]\nwarmup = true\n", "7: schedule.warmup: must be a whole number, got true"),
     "a number for a flag": ("[log]\ntensorboard = 1\n", "7: log.tensorboard: must be true or false, got 1"),
     "a number for a text": ("[log]\nfolder = 7\n", "7: log.folder: must be a text in quotes, got 7"),
@@ -59,6 +63,14 @@ BAD = {
     "infinity": ("[optimizer]\nlr = inf\n", "7: optimizer.lr: must be a finite number, got inf"),
     # ranges
     "no rank": ("[parallel]\ncp = 0\n", "7: parallel.cp: must be at least 1 or 'rest', got 0"),
+    "a name that no file system has": (
+        f'[checkpoint]\nfolder = "{"x" * 300}"\n',
+        "7: checkpoint.folder: must be a folder that can be made; a name has at most 255 bytes here, and a path 4095",
+    ),
+    "a weight that adds up to no number": (
+        '[[data.sources]]\nkind = "corpus"\nweight = 1e308\n',
+        "8: data.sources[0].weight: must be at most 1e+12, got 1e+308",
+    ),
     "a rate of zero": ("[optimizer]\nlr = 0\n", "7: optimizer.lr: must be above 0, got 0"),
     "a beta of one": ("[optimizer]\nbetas = [0.9, 1.0]\n", "7: optimizer.betas[1]: must be below 1, got 1.0"),
     "one beta": ("[optimizer]\nbetas = [0.9]\n", "7: optimizer.betas[1]: is missing"),
@@ -278,6 +290,22 @@ WHOLE = {
         '[model]\nname = "llama"\n[model.args]\ndim = 64.0\n[train]\nsteps = 2\nbatch = 2\n',
         ["run.toml:4: model.args.dim: must be a whole number, got 64.0"],
     ),
+    "a base that is no number": (
+        '[model]\nname = "llama"\n[model.args]\nrope_base = nan\nnorm_eps = 1e-5\n[train]\nsteps = 2\nbatch = 2\n',
+        ["run.toml:4: model.args.rope_base: rope_base must be a finite number above 0, got nan"],
+    ),
+    "adapters that learn nothing": (
+        '[model]\nname = "llama-demo"\nweights = "."\n[model.lora]\nrank = 2\ndropout = 1.0\ntargets = []\n'
+        "[train]\nsteps = 2\nbatch = 2\n",
+        [
+            "run.toml:6: model.lora.dropout: must be below 1, got 1.0",
+            "run.toml:7: model.lora.targets: must be a list of at least 1, got []",
+        ],
+    ),
+    "epochs without end": (
+        '[model]\nname = "llama-demo"\n[train]\nepochs = 1e308\nbatch = 2\n',
+        ["run.toml:4: train.epochs: must be at most 1e+09, got 1e+308"],
+    ),
     "sizes that do not fit": (
         '[model]\nname = "llama"\n[model.args]\nnum_heads = 7\n[train]\nsteps = 2\nbatch = 2\n',
         ["run.toml:4: model.args.num_heads: dim=128 must be num_heads=7 times an even number"],
@@ -405,6 +433,8 @@ def test_hugging_face_models_say_where_their_weights_are_from(tmp_path):
         "trained on",
         "run.toml:4: model.args.num_layers: 'hf/config.json' has no such value; did you mean 'num_hidden_layers'?",
     ]
+    (tmp_path / "hf" / "config.json").write_text('\ufeff{"model_type": "llama"}', encoding="utf-8")
+    assert "known are model_type" in _mistakes(text.replace("num_layers", "zzz"))[1]
     (tmp_path / "hf" / "config.json").write_text("{}")
     assert "is not the config of a Hugging Face model: it has no 'model_type'" in _mistakes(text)[0]
     (tmp_path / "hf" / "config.json").write_text("{")
@@ -459,6 +489,11 @@ def test_a_function_of_the_user_is_checked_without_being_run(tmp_path, build, ar
         ("", [], "run.toml:8: data.path: the data is empty: 'text.txt' hold no text"),
         ("a few words", [], "run.toml:8: data.path: "),  # fewer tokens than a sample
         ("words " * 99, ["train.batch=100"], "--set: train.batch: a batch of 100 samples from data that has 9 would"),
+        (
+            "words " * 99,
+            ["train.epochs=2", "train.batch=3", "schedule.warmup=7"],
+            "--set: schedule.warmup: must be at most the steps of the run, 6 for its epochs, got 7",
+        ),
         ("words " * 99, ["data.validation=0.99"], "run.toml:8: data.path: the training part of 9 samples is empty"),
         ("words " * 99, ["log.folder=/proc/run"], "--set: log.folder: cannot be written to: No such file or directory"),
     ],

@@ -17,6 +17,7 @@ from hyper_parallel.models.llama_config import LlamaConfig
 from hyper_parallel.models.mixture_config import MixtureConfig
 from hyper_parallel.models.sizes import model_size
 from hyper_parallel.parallel.stages import table_for
+from hyper_parallel.trainer.config.reading import read_text
 
 if TYPE_CHECKING:
     from hyper_parallel.trainer.config.run_config import RunConfig
@@ -71,7 +72,7 @@ def shrink(
         model = dataclasses.replace(model, name=name, args=args)
     elif not keep_sizes and model.hugging_face is not None:
         path = Path(model.hugging_face)
-        values = json.loads((path / "config.json" if path.is_dir() else path).read_text())
+        values = json.loads(read_text(path / "config.json" if path.is_dir() else path))
         model = dataclasses.replace(model, args=_hugging_face({**values, **model.args}, sizes["tp"], length, blocks))
     weights = None if model.hugging_face is None else "scratch"
     if model.lora is not None:  # which needs a folder; nothing is read from it, for all values are drawn

@@ -38,6 +38,7 @@ _ALLOWED = {
     "tuple_type": "a list",
     "list_type": "a list",
     "too_long": "a list of at most {max_length}",
+    "too_short": "a list of at least {min_length}",
     "dict_type": "a table",
     "none_required": "",
     "allowed": "{allowed}",

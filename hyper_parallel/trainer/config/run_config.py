@@ -183,6 +183,10 @@ def _why_no_folder(path: str) -> str:
         place = os.path.dirname(place)
     if not os.path.isdir(place):
         return f"must be a folder that can be made; '{place}' is no folder"
-    return (
-        "" if os.access(place, os.W_OK | os.X_OK) else f"must be a folder to write to; '{place}' may not be written to"
-    )
+    if not os.access(place, os.W_OK | os.X_OK):
+        return f"must be a folder to write to; '{place}' may not be written to"
+    whole = os.fsencode(os.path.abspath(path))
+    name, most = os.pathconf(place, "PC_NAME_MAX"), os.pathconf(place, "PC_PATH_MAX")
+    if len(whole) >= most or max(map(len, whole.split(b"/"))) > name:
+        return f"must be a folder that can be made; a name has at most {name} bytes here, and a path {most - 1}"
+    return ""

@@ -7,7 +7,7 @@ import difflib
 import json
 import os
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -15,7 +15,7 @@ from pydantic.dataclasses import dataclass
 from hyper_parallel.models.sizes import SIZES
 from hyper_parallel.trainer.config.builders import problems_of_call
 from hyper_parallel.trainer.config.reading import read_text
-from hyper_parallel.trainer.config.section import STRICT, Count, Flag, Fraction, Positive, Problem, Section, Text
+from hyper_parallel.trainer.config.section import STRICT, Count, Flag, Positive, Problem, Section, Text
 
 __all__ = ["DEFAULT_TARGETS", "SCRATCH", "LoraConfig", "ModelConfig"]
 
@@ -31,9 +31,9 @@ class LoraConfig(Section):
     """Width of the adapters."""
     alpha: Positive = 16.0
     """The adapters' output is multiplied by alpha / rank."""
-    dropout: Fraction = 0.0
+    dropout: Annotated[float, Field(strict=True, ge=0, lt=1)] = 0.0
     """Part of the adapters' inputs that is zeroed in training."""
-    targets: tuple[Text, ...] = DEFAULT_TARGETS
+    targets: Annotated[tuple[Text, ...], Field(min_length=1)] = DEFAULT_TARGETS
     """Patterns of the names of linear layers that get an adapter."""
     save_frozen: Flag = True
     """Checkpoints hold the model's own weights too; false: they are read from model.weights again at a resume."""

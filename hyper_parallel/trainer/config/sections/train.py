@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from hyper_parallel.trainer.config.section import STRICT, Count, Positive, Problem, Section, Whole
@@ -20,7 +21,7 @@ class TrainConfig(Section):
 
     steps: Count | None = None
     """Steps of the whole run, those before a resume included."""
-    epochs: Positive | None = None
+    epochs: Annotated[float, Field(strict=True, gt=0, le=1e9, allow_inf_nan=False)] | None = None
     """Passes over the data; a part of one is allowed."""
     batch: Count
     """Samples of one step on all ranks together, never per device; need not divide evenly."""
