@@ -90,6 +90,12 @@ SEEDED = {
         "0SEND_F1 needs rank 0 line 5",
     ),
     "message to nobody": ("1F1 1I1", "1F1 1SEND_F1 1I1", [(1, 8)], "1SEND_F1: there is no stage to exchange it with"),
+    "at once with what it needs": (
+        "1F1 1I1",
+        "1F1+1I1",
+        [(1, 7)],
+        "rank 1 line 7 1F1+1I1: 1I1 needs what runs at once with it; write one behind the other",
+    ),
     "half a batch": ("0RECV_B0 0SEND_F1", "0RECV_B0+0SEND_F1", [(0, 5), (1, 5)], "deadlock of 2 ranks"),
 }
 

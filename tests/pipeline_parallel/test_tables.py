@@ -134,6 +134,10 @@ GOOD = "stages: 0 1\nmicrobatches: 1\nrank 0: 0F0 0B0\nrank 1: 1F0 1B0  # the lo
             "line 4 of the text: rank 0 is there twice; write all its actions behind one",
         ),
         (
+            GOOD.replace("micro", "stages: 1 0\nmicro"),
+            "line 2 of the text: 'stages:' is there twice; keep one of the lines",
+        ),
+        (
             GOOD.replace("rank 1: 1F0 1B0", ""),
             r"lie on 2 ranks, but the text has actions of \[0\]; write rank 0:, rank 1:",
         ),

@@ -113,7 +113,11 @@ def _of_order(table: Table, rank: int, seen: _Seen) -> Iterator[Fault]:
                         place,
                         f"{at(table, place)} uses {value_in_words(value)}, which never comes; add {needed[0]} before",
                     )
-                elif choices and choices[0].line >= line:
+                elif choices and choices[0].line == line:
+                    yield Fault(
+                        place, f"{at(table, place)}: {step} needs what runs at once with it; write one behind the other"
+                    )
+                elif choices and choices[0].line > line:
                     yield Fault(
                         place, f"{at(table, place)} needs {at(table, choices[0])}, which comes later; swap them"
                     )

@@ -127,6 +127,7 @@ class Table:
 
 def _parse(text: str) -> Table:
     name, stages, microbatches = "table", None, None
+    told: set[str] = set()
     ranks: dict[int, list[Action]] = {}
     rank: int | None = None
     for number, line in enumerate(text.splitlines(), 1):
@@ -137,6 +138,9 @@ def _parse(text: str) -> Table:
         head = _HEAD.fullmatch(words)
         if head is not None and not head[1].startswith("rank"):
             rank = None
+            if head[1] in told:
+                raise ValueError(f"{where}: '{head[1]}:' is there twice; keep one of the lines")
+            told.add(head[1])
             if head[1] == "name":
                 name = head[2]
             elif head[1] == "stages":
