@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.pipeline_parallel.runtime.boundary import TensorSpec, describe, without_partial_sums
-from hyper_parallel.core.pipeline_parallel.stages.first_blocks import look
+from hyper_parallel.core.pipeline_parallel.stages.first_blocks import InputsDoNotFit, look
 from hyper_parallel.core.pipeline_parallel.stages.losses_of_blocks import gives_loss
 from hyper_parallel.core.pipeline_parallel.stages.split import Split, split_stages
 from hyper_parallel.core.pipeline_parallel.table import Table
@@ -71,14 +72,18 @@ def split_model(
                 f"parallelize: '{path}' has auxiliary losses, and the block around it does not say that it hands them "
                 "on: let it give (stream, loss), with gives_loss = True as an attribute, and the model a MixtureLoss"
             )
-    return split_stages(
+    cut = functools.partial(
+        split_stages,
         model,
         num_stages if stages is None else stages,
         blocks=blocks,
         prologue=prologue,
-        inputs=_example(model),
         balance=balance,
     )
+    try:
+        return cut(inputs=_example(model))
+    except InputsDoNotFit:  # they are a guess: a model may take sequences of one length only
+        return cut()
 
 
 def _row_of(model: Any) -> tuple[Sequence[str], Sequence[str]]:
@@ -87,7 +92,9 @@ def _row_of(model: Any) -> tuple[Sequence[str], Sequence[str]]:
     if found.blocks:
         return found.blocks, found.prologue
     modules = dict(_platform.get_cells_and_names(model))
-    rows: dict[str, list[str]] = {path: [] for path, one in modules.items() if type(one).__name__ in _ROWS}
+    rows: dict[str, list[str]] = {
+        path: [] for path, one in modules.items() if any(kind.__name__ in _ROWS for kind in type(one).__mro__)
+    }
     for path in modules:
         around = path.rpartition(".")[0]
         if path and around in rows:

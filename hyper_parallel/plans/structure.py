@@ -85,7 +85,7 @@ def list_members(modules: Mapping[str, Any]) -> list[str]:
 
 def _is_list_member(path: str, modules: Mapping[str, Any]) -> bool:
     parent, _, name = path.rpartition(".")
-    return name.isdigit() and type(modules[parent]).__name__ in ("ModuleList", "CellList")
+    return name.isdigit() and any(kind.__name__ in ("ModuleList", "CellList") for kind in type(modules[parent]).__mro__)
 
 
 def outermost_of(paths: list[str]) -> list[str]:

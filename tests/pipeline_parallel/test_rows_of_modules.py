@@ -29,14 +29,41 @@ class _ByName(nn.Module):
         return self.last(x)
 
 
+class _Named(nn.Sequential):
+    """A class of one's own, whose blocks are its members."""
+
+
+class _Listed(nn.Module):
+    """Blocks in a list of one's own class, and positions for sequences of one length."""
+
+    class Blocks(nn.ModuleList):
+        pass
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.positions = nn.Embedding(5, 6), nn.Embedding(7, 6)
+        self.blocks = self.Blocks(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids) + self.positions(torch.arange(7))
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
 def _loss(outputs: torch.Tensor, batch: Any) -> tuple[torch.Tensor, int]:
     return (outputs * outputs).sum(), outputs.numel()
 
 
 def test_stages_of_a_sequential_and_of_a_dict() -> None:
     torch.manual_seed(0)
-    row = nn.Sequential(nn.Embedding(5, 6), nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6), nn.Linear(6, 2))
-    for whole, batch in ((row, torch.arange(12).reshape(3, 4) % 5), (_ByName(), torch.randn(5, 4))):
+    row = _Named(nn.Embedding(5, 6), nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6), nn.Linear(6, 2))
+    ids = torch.arange(21).reshape(3, 7) % 5
+    for whole, name, batch in (
+        (row, "input", ids),
+        (_ByName(), "input", torch.randn(5, 4)),
+        (_Listed(), "input_ids", ids),
+    ):
         whole = whole.double()
         batch = batch.double() if batch.is_floating_point() else batch
         total, count = _loss(whole(batch), None)
@@ -44,9 +71,9 @@ def test_stages_of_a_sequential_and_of_a_dict() -> None:
         want = {name: one.grad for name, one in whole.named_parameters()}
         whole.zero_grad()
 
-        def work(whole: Any = whole, batch: Any = batch) -> tuple[float, dict[str, Any]]:
+        def work(whole: Any = whole, name: str = name, batch: Any = batch) -> tuple[float, dict[str, Any]]:
             run = hp.parallelize(copy.deepcopy(whole), "pp=2", schedule="zb_h1", microbatches=2, loss=_loss)
-            loss = run.forward_backward(input=batch)
+            loss = run.forward_backward(**{name: batch})
             return loss.item(), {name: one.grad for name, one in run.named_parameters()}
 
         found = threads(2).run(work)

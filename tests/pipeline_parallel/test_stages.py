@@ -352,3 +352,27 @@ def test_what_a_model_computes_between_its_blocks_is_refused() -> None:
         ValueError, match=r"'blocks\.\d' takes is not what the block before it gave, .* a residual around"
     ):
         StageModel(row, split, 0)(None, ours(torch.ones(2, 4)))
+
+
+class _GivesMore(small.Module):
+    def __init__(self, gives: Any) -> None:
+        super().__init__()
+        self.layer, self.gives = small.linear(4, 4), gives
+
+    def forward(self, x: Any) -> Any:
+        return self.gives(self.layer(x))
+
+
+@pytest.mark.parametrize(
+    ("gives", "said"),
+    [
+        (lambda y: {"x": y}, r"'blocks\.0' gives a dict whose stream is not first: let it give the stream alone"),
+        (lambda y: (y, (y * y).mean()), r"'blocks\.0' gives a number with a gradient .* have gives_loss = True"),
+    ],
+)
+def test_what_blocks_give_beside_the_stream(gives: Any, said: str) -> None:
+    row = _Row()
+    row.blocks = small.module_list(*[_GivesMore(gives) for _ in range(3)])
+    split = split_stages(row, 2, blocks=[f"blocks.{number}" for number in range(3)])
+    with pytest.raises((TypeError, ValueError), match=said):
+        StageModel(row, split, 0)(None, ours(torch.ones(2, 4)))

@@ -11,7 +11,7 @@ from typing import Any
 from hyper_parallel.core.pipeline_parallel.stages.stream_arguments import beside_stream, stream_of
 from hyper_parallel.platform import get_platform
 
-__all__ = ["Seen", "StreamSpec", "look"]
+__all__ = ["InputsDoNotFit", "Seen", "StreamSpec", "look"]
 
 _platform = get_platform()
 
@@ -36,6 +36,10 @@ class Seen:
     stream: StreamSpec
     num_outputs: int
     handed_on: Any = field(default=None, compare=False)
+
+
+class InputsDoNotFit(ValueError):
+    """The run failed before the first block."""
 
 
 class _Enough(Exception):
@@ -101,7 +105,7 @@ def look(model: Any, blocks: Sequence[str], inputs: Mapping[str, Any], *, at_sec
         if isinstance(error, _BesideStream):
             raise ValueError(str(error)) from None
         if not streams:
-            raise ValueError(
+            raise InputsDoNotFit(
                 f"split_stages: the run up to the first block '{blocks[0]}' failed: {type(error).__name__}: {error}. "
                 "Give inputs= only what the model needs, such as its ids, or leave inputs= out: then the order in "
                 "which modules were made is taken for the order in which they run"

@@ -75,11 +75,14 @@ class _StageBlock:
             passage.output = outputs[0] if isinstance(outputs, (tuple, list)) else outputs
             if role.gives_loss:
                 passage.losses.append(outputs[1])
+            else:
+                _check_outputs(role.path, outputs)
             return outputs
         if passage.stage < 0:
             raise RuntimeError(
-                f"the block '{role.path}' ran outside of a call of its stage: call the StageModel, not the model, and "
-                "recompute() blocks before the model is cut"
+                f"the block '{role.path}' ran outside of a call of its stage: call the StageModel, not the model; "
+                "recompute() blocks before the model is cut, or parallelize(recompute='full'), in place of a "
+                "checkpoint around them in the model's forward"
             )
         stream = stream_of(role.path, args, kwargs)
         if role.stage > passage.stage:
@@ -96,6 +99,22 @@ class _StageBlock:
         return (passage.blank, *[None] * (passage.num_outputs - 1)) if passage.num_outputs else passage.blank
 
 
+def _check_outputs(path: str, outputs: Any) -> None:
+    """Refuse what a block gives beside the stream and a model adds up: it is not there of blocks of other stages."""
+    stream, *beside = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
+    if not _platform.is_tensor(stream):
+        raise TypeError(
+            f"the block '{path}' gives a {type(outputs).__name__} whose stream is not first: let it give the stream "
+            "alone, or first in a tuple"
+        )
+    for one in beside:
+        if _platform.is_tensor(one) and not one.ndim and _platform.needs_grad(one):
+            raise ValueError(
+                f"the block '{path}' gives a number with a gradient beside the stream, and those of other stages' "
+                "blocks are not there: if the model adds them to its loss, let the blocks have gives_loss = True"
+            )
+
+
 def _check_handed_on(role: _Role, stream: Any) -> None:
     """Refuse a model that computes between its blocks: a residual around a block is lost where the block is empty."""
     given = role.passage.output
@@ -104,7 +123,8 @@ def _check_handed_on(role: _Role, stream: Any) -> None:
     if tuple(stream.shape) != tuple(given.shape) or not _platform.shares_memory(stream, given):
         raise ValueError(
             f"what the block '{role.path}' takes is not what the block before it gave, and what a model computes "
-            "between its blocks, such as a residual around them, is not there on other stages: move it into the blocks"
+            "between its blocks, such as a residual around them, is not there on other stages: move it into the blocks "
+            "(the stream is a block's first argument, or hidden_states=, or the first tensor given by name)"
         )
 
 
