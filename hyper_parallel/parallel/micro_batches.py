@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,15 @@ from typing import Any
 from hyper_parallel.core.context_parallel.batch import TokenOrder
 from hyper_parallel.platform import get_platform
 
-__all__ = ["MicroBatch", "input_names", "micro_batches", "named_batch", "num_rows", "parts_of"]
+__all__ = [
+    "MicroBatch",
+    "input_names",
+    "micro_batches",
+    "named_batch",
+    "num_rows",
+    "parts_of",
+    "warn_of_batch_statistics",
+]
 
 _platform = get_platform()
 
@@ -78,6 +87,12 @@ def num_rows(batch: Mapping[str, Any]) -> int:
 def micro_batches(batch: Mapping[str, Any], num_parts: int) -> Iterator[MicroBatch]:
     """The batch in ``num_parts`` parts; what has no dim of samples is the same in each."""
     rows = num_rows(batch)
+    for name, value in batch.items() if num_parts > 1 else ():
+        if _has_samples_inside(value, rows):
+            raise ValueError(
+                f"the batch's {name} is a {type(value).__name__} with tensors of samples inside, which are not cut "
+                "into micro-batches: give each tensor by a name of its own, or microbatches=1"
+            )
     for begin, end in parts_of(rows, num_parts):
         if num_parts == 1 and rows:
             yield MicroBatch(dict(batch), 0, rows)
@@ -85,6 +100,32 @@ def micro_batches(batch: Mapping[str, Any], num_parts: int) -> Iterator[MicroBat
             yield MicroBatch(
                 {name: _part(value, rows, begin, end) for name, value in batch.items()}, begin, end - begin
             )
+
+
+def _has_samples_inside(value: Any, rows: int) -> bool:
+    if not isinstance(value, (Mapping, list, tuple)):
+        return False
+    inside = list(value.values() if isinstance(value, Mapping) else value)
+    tensors = [one for one in inside if _platform.is_tensor(one)]
+    return (
+        (bool(tensors) and len(inside) == rows)
+        or any(one.ndim and one.shape[0] == rows for one in tensors)
+        or any(_has_samples_inside(one, rows) for one in inside)
+    )
+
+
+def warn_of_batch_statistics(model: Any) -> None:
+    """Warn of a model that looks at all samples of a batch together, which is computed in parts."""
+    for path, module in _platform.get_cells_and_names(model):
+        if any(kind.__name__ == "_BatchNorm" for kind in type(module).__mro__):
+            warnings.warn(
+                f"parallelize: '{path}' ({type(module).__name__}) takes its averages over the samples of one "
+                "micro-batch of one rank, and not of the whole batch as on one device; LayerNorm and GroupNorm look at "
+                "one sample",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+            return
 
 
 def _part(value: Any, rows: int, begin: int, end: int) -> Any:

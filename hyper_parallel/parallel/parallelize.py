@@ -30,6 +30,7 @@ from hyper_parallel.parallel.degrees import Degrees, as_degrees
 from hyper_parallel.parallel.experts import ExpertShards, find_experts, shard_experts
 from hyper_parallel.parallel.losses import loss_for
 from hyper_parallel.parallel.meshes import Meshes, make_meshes
+from hyper_parallel.parallel.micro_batches import warn_of_batch_statistics
 from hyper_parallel.parallel.parallel import Parallel
 from hyper_parallel.parallel.pipeline import Pipeline, in_silent_world
 from hyper_parallel.parallel.sequence_inputs import Sequences
@@ -119,7 +120,10 @@ def parallelize(
     parts = microbatches or 1 if table is None else table.microbatches
     split = None if table is None else split_model(model, table.stages.num_stages, stages, balance)
     experts = find_experts(model, int(fitted.ep)) if meshes.expert_axes else {}
-    found = loss_for(model, loss, in_parts=parts > 1 or meshes.batch.size() > 1)
+    in_parts = parts > 1 or meshes.batch.size() > 1
+    if in_parts:
+        warn_of_batch_statistics(model)
+    found = loss_for(model, loss, in_parts=in_parts)
     sequences = Sequences(fitted.sizes["cp"], attention, order)
     sequences.prepare(model, found)
     blocks = [dict(_platform.get_cells_and_names(model))[path] for path in structure_of(model).blocks]

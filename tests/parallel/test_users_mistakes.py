@@ -1,5 +1,7 @@
 """What a user may write that would train other numbers without a word: it is refused, with what to write instead."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -249,3 +251,29 @@ def test_embeddings_that_write_into_their_weight():
             hp.parallelize(nn.Sequential(nn.Embedding(5, 4, max_norm=1.0), nn.Linear(4, 2)), "dp_shard=2", loss=squares)
 
     threads(2).run(work)
+
+
+def test_samples_inside_of_a_dict_or_a_list():
+    class Nested(Model):
+        def forward(self, x, labels, more):
+            return super().forward(x + more["a"], labels)
+
+    batch = _batch()
+    for more, kind in (({"a": batch["x"]}, "dict"), (list(batch["x"]), "list")):
+        run = hp.parallelize(Nested().double(), microbatches=2)
+        with pytest.raises(ValueError, match=f"the batch's more is a {kind} with tensors of samples inside"):
+            run.forward_backward(**batch, more=more)
+    hp.parallelize(Nested().double()).forward_backward(**batch, more={"a": batch["x"]})
+
+
+def test_averages_over_the_samples_of_a_part():
+    def made():
+        return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+
+    with pytest.warns(
+        RuntimeWarning, match=r"'1' \(BatchNorm1d\) takes its averages over the samples of one micro-batch"
+    ):
+        hp.parallelize(made(), loss=squares, microbatches=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hp.parallelize(made(), loss=squares)
