@@ -134,6 +134,8 @@ class Parallel:
         forward: all-reduces of the number of targets and of the loss over the ranks that share a batch, beside the
         model's; backward: the model's, and the reductions of gradients over the data axes.
         """
+        if not _platform.is_recording():
+            raise RuntimeError("forward_backward was called under no_grad: call it outside, or loss_of in its place")
         with self._routed.counting():
             loss = self._step(named_batch(self.model, args, batch), backward=True)
         self.step += 1

@@ -116,7 +116,7 @@ class Pipeline:
     @functools.cached_property
     def dtype(self) -> Any:
         """In which losses travel: also ranks that do not have them must know it."""
-        is_wide = any("float64" in _platform.dtype_name(dtype) for dtype in self.stages.split.order.values())
+        is_wide = any("float64" in dtype for dtype in self.stages.split.dtypes)
         return _platform.str_to_dtype("float64" if is_wide else "float32")
 
     @property
@@ -138,6 +138,8 @@ class Pipeline:
 
         forward and backward: messages between neighbouring stages, and the model's collectives.
         """
+        if backward:
+            self._refuse_unfrozen()
         self._values = [shard_sequences(part.values, self._meshes.compute) for part in parts]
         self._parts, self._objective, self._draws, self._found = parts, objective, draws, {}
         self._beside, self._shares = beside, []
@@ -155,10 +157,24 @@ class Pipeline:
             self._values, self._parts, self._objective, self._draws, self._found = [], (), None, None, {}
             self._beside, self._shares = None, []
 
+    @functools.cached_property
+    def _frozen(self) -> list[tuple[str, Any]]:
+        named = self.stages.named_parameters()
+        return [(name, one) for name, one in named.items() if name not in self.stages.split.order]
+
+    def _refuse_unfrozen(self) -> None:
+        """Messages, norms and tied gradients are of what was trained when the model was cut."""
+        for name, parameter in self._frozen:
+            if _platform.requires_grad(parameter):
+                raise ValueError(
+                    f"forward_backward: '{name}' was frozen when the pipeline was made, and is not any more: freeze "
+                    "parameters behind parallelize, not before, or build the pipeline again"
+                )
+
     def _run_of(self, table: Table) -> TableRun:
         if table not in self._runs:
             if not in_silent_world():
-                demand_same_table(table, self._group)
+                demand_same_table(table, self._group, [len(paths) for paths in self.stages.split.stages])
             last = table.stages.last
             work = {
                 stage: StageWork(functools.partial(self._call, stage), stage == last) for stage in self.stages.stages

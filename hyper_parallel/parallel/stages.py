@@ -11,6 +11,7 @@ from hyper_parallel.core.pipeline_parallel.runtime.boundary import TensorSpec, d
 from hyper_parallel.core.pipeline_parallel.stages.first_blocks import InputsDoNotFit, look
 from hyper_parallel.core.pipeline_parallel.stages.losses_of_blocks import gives_loss
 from hyper_parallel.core.pipeline_parallel.stages.split import Split, split_stages
+from hyper_parallel.core.pipeline_parallel.stages.stage_model import refuse_stages
 from hyper_parallel.core.pipeline_parallel.table import Table
 from hyper_parallel.core.pipeline_parallel.tables import make_table, schedule_name
 from hyper_parallel.core.pipeline_parallel.tables.counts import TooFewRows, default_microbatches
@@ -63,8 +64,9 @@ def split_model(
             f"parallelize: stages={list(stages)} are {len(stages)} stages, and the schedule has {num_stages}; give the "
             "number of blocks of each"
         )
-    blocks, prologue = _row_of(model)
     modules = dict(_platform.get_cells_and_names(model))
+    refuse_stages(model, modules.values())
+    blocks, prologue = _row_of(model)
     giving = tuple(f"{path}." for path in blocks if gives_loss(modules[path]))
     for path, mixture in mixtures_of(model):
         if mixture.config.has_losses and not path.startswith(giving):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from hyper_parallel.core.pipeline_parallel.table import Table
@@ -12,10 +13,10 @@ __all__ = ["demand_same_table"]
 _platform = get_platform()
 
 
-def demand_same_table(table: Table, group: Any) -> None:
-    """Raise on every rank of ``group`` unless all have the same table.
+def demand_same_table(table: Table, group: Any, blocks: Sequence[int] = ()) -> None:
+    """Raise on every rank of ``group`` unless all have the same table, and ``blocks``, their numbers in the stages.
 
-    forward: an all-gather of 32 bytes and a line of text over ``group``.
+    forward: an all-gather of 32 bytes, the numbers and a line of text over ``group``.
     """
     ranks = _platform.get_process_group_ranks(group)
     if len(ranks) != table.num_ranks:
@@ -24,11 +25,13 @@ def demand_same_table(table: Table, group: Any) -> None:
             "many"
         )
     words = f"{table.name}, {table.stages.num_stages} stages, {table.microbatches} microbatches"
+    if blocks:
+        words += f", stages={list(blocks)}"
     given: list[Any] = [None] * len(ranks)
-    _platform.all_gather_object(given, (table.digest, words), group)
-    if any(digest != table.digest for digest, _ in given):
-        told = "; ".join(f"rank {rank}: {words}" for rank, (_, words) in zip(ranks, given, strict=True))
+    _platform.all_gather_object(given, (table.digest, tuple(blocks), words), group)
+    if any((digest, cut) != (table.digest, tuple(blocks)) for digest, cut, _ in given):
+        told = "; ".join(f"rank {rank}: {words}" for rank, (*_, words) in zip(ranks, given, strict=True))
         raise RuntimeError(
-            f"the ranks of a pipeline have different tables ({told}): give all of them the same schedule, number of "
-            "stages and microbatches"
+            f"the ranks of a pipeline have different tables ({told}): give all of them the same schedule, stages and "
+            "number of microbatches"
         )

@@ -14,7 +14,7 @@ short without a word, or end the process, on some backends: so sizes are never g
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from typing import Any
 
 from hyper_parallel.core.dtensor.comm_recorder import attributed
@@ -84,6 +84,8 @@ class Messages:
         if len(specs) > _MOST_TENSORS:
             raise ValueError(f"stage {value.giver} hands {len(specs)} tensors on; at most {_MOST_TENSORS} cross")
         known = self._specs.setdefault(key, specs)
+        if len(specs) == len(known) == 1 and known[0].needs_grad:
+            specs = (replace(specs[0], needs_grad=True),)  # a stage that was frozen since leaves its gradient
         if known != specs:
             raise RuntimeError(
                 f"stage {value.giver} hands on {described(specs)} for microbatch {value.microbatch}, and "

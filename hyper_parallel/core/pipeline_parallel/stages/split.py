@@ -31,8 +31,9 @@ class Split:
 
     ``prologue`` runs before the blocks, on stage 0, ``epilogue`` behind them, on the last one; ``stages`` has the
     blocks of each. ``order`` are the trainable parameters with their dtypes in the model's order, each under the first
-    of its names, and ``shared`` those that several stages hold a copy of, with these stages. ``stream`` is what is
-    handed on for the inputs that were given, None if there were none; ``costs`` what the stages were balanced by.
+    of its names, and ``shared`` those that several stages hold a copy of, with these stages. ``dtypes`` has those of
+    all parameters. ``stream`` is what is handed on for the inputs that were given, None if there were none; ``costs``
+    what the stages were balanced by.
     ``num_outputs`` is the length of the tuples that blocks give, 0 where they give the stream alone or with a loss.
     """
 
@@ -41,6 +42,7 @@ class Split:
     epilogue: tuple[str, ...]
     order: Mapping[str, Any]
     shared: Mapping[str, tuple[int, ...]]
+    dtypes: frozenset[str]
     stream: StreamSpec | None
     costs: tuple[float, ...]
     num_outputs: int
@@ -115,6 +117,7 @@ def split_stages(
         epilogue=tuple(behind),
         order=order,
         shared={},
+        dtypes=frozenset(_platform.dtype_name(one.dtype) for one in named.values()),
         stream=None if seen is None else seen.stream,
         costs=_costs_of_stages(costs, counts),
         num_outputs=0 if seen is None or gives_loss(modules[blocks[0]]) else seen.num_outputs,

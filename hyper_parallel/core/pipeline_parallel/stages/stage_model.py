@@ -15,7 +15,7 @@ block with the stream that it was given, whichever micro-batch is at work by the
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from hyper_parallel.core.modules.first_names import note_first_names
@@ -28,13 +28,19 @@ from hyper_parallel.core.pipeline_parallel.stages.stream_arguments import stream
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.shared.tensor_arguments import note_stage
 
-__all__ = ["StageModel"]
+__all__ = ["StageModel", "refuse_stages"]
 
 _platform = get_platform()
 _ORDER = "let the model's list hold the blocks in the order in which they run, all in use, or give split_stages blocks="
 _ROLE = "_hyper_parallel_stage_role"
 _kinds: dict[tuple[type, type], type] = {}
 _kinds_lock = threading.Lock()
+
+
+def refuse_stages(model: Any, modules: Iterable[Any]) -> None:
+    """Raise for a model of which a stage was made: what is left is not the whole."""
+    if any(isinstance(one, _StageBlock) for one in modules):
+        raise ValueError(f"StageModel: this {type(model).__name__} has been cut already; build it again")
 
 
 class _Passage:
@@ -256,8 +262,7 @@ class StageModel:
 
     def _hollow(self, wrap: Callable[[Any], Any] | None) -> None:
         split, modules = self.split, dict(_platform.get_cells_and_names(self.model))
-        if isinstance(modules[split.stages[0][0]], _StageBlock):
-            raise ValueError(f"StageModel: this {type(self.model).__name__} has been cut already; build it again")
+        refuse_stages(self.model, modules.values())
         holes = {path: hole_of(path, modules[path]) for path in split.prologue}
         for number, paths in enumerate(split.stages):
             for path in paths if number not in self.stages else ():
