@@ -187,5 +187,5 @@ def test_what_cannot_be_asked_for() -> None:
     rank = get_platform().get_rank()
     run = hp.parallelize(model, "pp=2", schedule="1f1b", microbatches=2 + rank)
     ids, labels = training.rows_of(run)
-    with pytest.raises(RuntimeError, match=r"different tables \(rank 0: 1f1b, 2 stages, 2 microbatches, .*; rank 1: .* 3"):
+    with pytest.raises(RuntimeError, match=r"different tables \(rank 0: 1f1b, .* 2 microbatches, .*; rank 1: .* 3"):
         run.forward_backward(ids, labels)
