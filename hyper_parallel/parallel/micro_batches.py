@@ -3,6 +3,7 @@
 Note [A part without rows]
 All ranks run as many parts, for they communicate in each. A rank with fewer rows than parts runs one of its rows once
 more (or a row of zeros, if it has none at all) with weight 0: its loss counts nothing, and its gradients are zeros.
+Masks of such a row are ones: a mean over tokens of which none counts is no number, and neither is 0 times it.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def micro_batches(batch: Mapping[str, Any], num_parts: int) -> Iterator[MicroBat
             yield MicroBatch(dict(batch), 0, rows)
         else:
             yield MicroBatch(
-                {name: _part(value, rows, begin, end) for name, value in batch.items()}, begin, end - begin
+                {name: _part(name, value, rows, begin, end) for name, value in batch.items()}, begin, end - begin
             )
 
 
@@ -128,11 +129,12 @@ def warn_of_batch_statistics(model: Any) -> None:
             return
 
 
-def _part(value: Any, rows: int, begin: int, end: int) -> Any:
+def _part(name: str, value: Any, rows: int, begin: int, end: int) -> Any:
     if not _platform.is_tensor(value) or not value.ndim or value.shape[0] != rows:
         return value
     if begin < end:
         return value[begin:end]
     if rows:
         return value[:1]
-    return _platform.zeros((1, *value.shape[1:]), value.dtype, value.device)
+    nothing = _platform.zeros((1, *value.shape[1:]), value.dtype, value.device)
+    return _platform.full_like(nothing, 1) if name.endswith("mask") and value.ndim == 2 else nothing

@@ -64,14 +64,7 @@ def _gradients_by_parts(family, given, num_parts):
     return {"loss": total.detach()} | {name: one.grad for name, one in model.named_parameters()}
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
-@pytest.mark.parametrize(
-    "layout", small_or_sweep(("dp_shard=2, ep=2", "tp=2, ep=2", "cp=2, ep=2"), ["dp_shard=2, ep=2"])
-)
-def test_losses_of_routers_are_those_of_one_device_for_the_same_parts(family, layout):
-    given = {name: value[2:] for name, value in batch().items()}
-    want = _gradients_by_parts(family, given, 2 if "dp_shard" in layout else 1)
-
+def _check_gradients(family, layout, given, want):
     def work():
         run = hp.parallelize(build(family), layout)
         mine = run.mine(range(len(given["labels"])))
@@ -81,6 +74,24 @@ def test_losses_of_routers_are_those_of_one_device_for_the_same_parts(family, la
 
     for got in threads(2).run(work):
         assert_same(got, want, rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "layout", small_or_sweep(("dp_shard=2, ep=2", "tp=2, ep=2", "cp=2, ep=2"), ["dp_shard=2, ep=2"])
+)
+def test_losses_of_routers_are_those_of_one_device_for_the_same_parts(family, layout):
+    given = {name: value[2:] for name, value in batch().items()}
+    want = _gradients_by_parts(family, given, 2 if "dp_shard" in layout else 1)
+    _check_gradients(family, layout, given, want)
+
+
+def test_a_rank_without_rows_of_a_padded_batch_adds_nothing():
+    given = {name: value[-1:] for name, value in batch().items()}
+    given["attention_mask"] = torch.ones_like(given["labels"])
+    given["attention_mask"][0, 9:], given["labels"][0, 9:] = 0, -100
+    want = _gradients_by_parts("mixtral", given, 1)
+    _check_gradients("mixtral", "dp_shard=2, ep=2", given, want)
 
 
 def test_other_mixtures_are_refused_by_name():
