@@ -188,7 +188,7 @@ def test_files_that_do_not_fit_the_rules():
     qkv = KeyMapping([{"files": ["q", "k"], "ours": "qk", "join": 0}])
     with pytest.raises(ValueError, match=r"found \['q'\] but not \['k'\]"):
         qkv.from_files({"q": ((2, 2), "float32")})
-    with pytest.raises(ValueError, match="must have one dtype"):
+    with pytest.raises(ValueError, match=r"must have one dtype, got float32 of \['q'\], bfloat16 of \['k'\]"):
         qkv.from_files({"q": ((2, 2), "float32"), "k": ((2, 2), "bfloat16")})
     with pytest.raises(ValueError, match="cannot be joined along dim 0"):
         qkv.from_files({"q": ((2, 2), "float32"), "k": ((2, 3), "float32")})
@@ -197,7 +197,13 @@ def test_files_that_do_not_fit_the_rules():
     experts = KeyMapping([{"files": "e.{n}", "ours": "e", "stack": 0}])
     with pytest.raises(ValueError, match=r"but not \['e.1'\]"):
         experts.from_files({"e.0": ((2,), "float32"), "e.2": ((2,), "float32")})
-    with pytest.raises(ValueError, match="the tensors to stack have different shapes"):
-        experts.from_files({"e.0": ((2,), "float32"), "e.1": ((3,), "float32")})
-    with pytest.raises(ValueError, match="'b' is made twice"):
+    told = r"found \['e.0', 'e.1', 'e.2', 'e.3'\] and 2 more but not \['e.5', 'e.6', 'e.7', 'e.8'\]$"
+    with pytest.raises(ValueError, match=told):  # at once
+        experts.from_files({f"e.{number}": ((2,), "float32") for number in (*range(5), 999_999_999)})
+    assert set(experts.from_files({"e.0": ((2,), "float32"), "e.01": ((2,), "float32")}).our_shapes) == {"e", "e.01"}
+    with pytest.raises(
+        ValueError, match=r"to stack have different shapes: \(3,\) of \['e.2'\], \(2,\) of \['e.0', 'e.1'\]"
+    ):
+        experts.from_files({"e.0": ((2,), "float32"), "e.1": ((2,), "float32"), "e.2": ((3,), "float32")})
+    with pytest.raises(ValueError, match="names that no rule fits: 'b' is made twice"):
         KeyMapping([{"files": "a", "ours": "b"}]).from_files({"a": ((2,), "float32"), "b": ((2,), "float32")})

@@ -24,7 +24,7 @@ The first rule that fits a name is taken; a name that no rule fits is the same o
 
 from __future__ import annotations
 
-import math
+import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 Shape = tuple[int, ...]
 
 _KEYS = {"files", "ours", "transpose", "join", "sizes", "groups", "stack", "drop"}
+_LISTED = 4
 _TOKEN = re.compile(r"\*\*|\*|\{n\}")
 
 
@@ -136,7 +137,7 @@ class KeyMapping:
 class _Rule:
     def __init__(self, number: int, rule: Mapping[str, Any]) -> None:
         self.number = number
-        self.where = f"rule {number} of the mapping, {rule!r}"
+        self.where = f"rule {number} of the mapping, {rule!r}" if number >= 0 else "names that no rule fits"
         if not isinstance(rule, Mapping) or not _KEYS.issuperset(rule):
             unknown = sorted(set(rule) - _KEYS) if isinstance(rule, Mapping) else rule
             raise ValueError(f"{self.where}: unknown {unknown}; a rule has {', '.join(sorted(_KEYS))}")
@@ -211,21 +212,22 @@ class _Rule:
 
     def add(self, mapped: Mapped, side: str, wild: tuple[str, ...], names: dict, known: Known) -> None:
         """Add the tensors of one use of the rule: ``names`` are those that were found, by their place."""
-        other = {"files": "ours", "ours": "files"}[side]
+        other = _other(side)
         count = self._count(side, other, names, known)
         shape_of: dict[str, dict[tuple[int, int], Shape]] = {"files": {}, "ours": {}}
-        missing = [
+        absent = (
             _fill(name, wild, index)
             for number, name in enumerate(self.names[side])
             for index in range(count if self.stacked_side == other else 1)
             if (number, index) not in names
-        ]
+        )
+        missing = list(itertools.islice(absent, _LISTED))  # a number in a damaged name may be large
         if missing:
-            raise ValueError(f"{self.where}: found {sorted(names.values())} but not {sorted(missing)}")
+            raise ValueError(f"{self.where}: found {_some(names.values())} but not {_some(missing)}")
         shape_of[side] = {place: known[name][0] for place, name in names.items()}
-        if len({known[name][1] for name in names.values()}) > 1:
-            dtypes = {name: known[name][1] for name in names.values()}
-            raise ValueError(f"{self.where}: tensors that become one must have one dtype, got {dtypes}")
+        dtypes = {name: known[name][1] for name in names.values()}
+        if len(set(dtypes.values())) > 1:
+            raise ValueError(f"{self.where}: tensors that become one must have one dtype, got {_one_of_each(dtypes)}")
         dtype = known[next(iter(names.values()))][1]
         parts = self._part_shapes(side, shape_of[side], count, names)
         for number in range(len(self.names[other])):
@@ -279,7 +281,8 @@ class _Rule:
             if self.stack is not None:
                 self._require_dim("stack", self.stack, name, shape, len(part) + 1)
             if found.setdefault(number, tuple(part)) != tuple(part):
-                raise ValueError(f"{self.where}: the tensors to stack have different shapes: {sorted(shapes.values())}")
+                different = _one_of_each({names[place]: shape for place, shape in shapes.items() if place[0] == number})
+                raise ValueError(f"{self.where}: the tensors to stack have different shapes: {different}")
         if self.joined_side != side:
             return [found[number] for number in sorted(found)]
         dim = self._join_dim()
@@ -307,10 +310,7 @@ class _Rule:
                 raise ValueError(f"{self.where}: tensors of shapes {parts} cannot be joined along dim {dim}")
             shape[dim] = sum(part[dim] for part in parts)
         if side == "files" and self.transpose is not None:
-            turned = [0] * len(shape)
-            for ours, theirs in enumerate(self.transpose):
-                turned[theirs] = shape[ours]
-            shape = turned
+            shape = [shape[self.transpose.index(dim)] for dim in range(len(shape))]
         if self.stack is not None and self.stacked_side == side:
             shape.insert(self.stack, count)
         return tuple(shape)
@@ -339,9 +339,7 @@ class _Rule:
             single[dim] = group * sizes[dim]
         order = self.transpose if self.transpose is not None else tuple(range(len(part)))
         dims: list[int | None] = list(order)
-        in_files = [0] * len(part)
-        for ours, theirs in enumerate(order):
-            in_files[theirs] = offsets["files"][ours]
+        in_files = [offsets["files"][order.index(dim)] for dim in range(len(part))]
         in_ours = offsets["ours"]
         if self.stack is not None and self.stacked_side == "ours":
             in_ours.insert(self.stack, index)
@@ -361,6 +359,19 @@ class _Rule:
         return Piece(name_of["files"], tuple(in_files), name_of["ours"], tuple(in_ours), tuple(sizes), tuple(dims))
 
 
+def _some(names: Iterable[str]) -> str:
+    found = sorted(names)
+    return f"{found[:_LISTED]}" + (f" and {len(found) - _LISTED} more" if len(found) > _LISTED else "")
+
+
+def _one_of_each(kinds: Mapping[str, Any]) -> str:
+    """A name of each kind, the rarest kind first."""
+    names: dict[Any, list[str]] = {}
+    for name, kind in kinds.items():
+        names.setdefault(kind, []).append(name)
+    return ", ".join(f"{kind} of {_some(found)}" for kind, found in sorted(names.items(), key=lambda one: len(one[1])))
+
+
 def _other(side: str | None) -> str:
     return "ours" if side == "files" else "files"
 
@@ -370,7 +381,7 @@ def _pattern(name: str) -> tuple[re.Pattern[str], list[str]]:
     tokens = []
     for match in _TOKEN.finditer(name):
         text += re.escape(name[end : match.start()])
-        text += {"**": "(.+)", "*": r"([^.]+)", "{n}": r"(\d+)"}[match[0]]
+        text += {"**": "(.+)", "*": r"([^.]+)", "{n}": r"(0|[1-9][0-9]{0,8})"}[match[0]]
         tokens.append(match[0])
         end = match.end()
     return re.compile(text + re.escape(name[end:])), tokens
@@ -387,8 +398,3 @@ def _fill(name: str, wild: Sequence[str], index: int) -> str:
 
 
 _SAME = _Rule(-1, {"files": "**", "ours": "**"})
-
-
-def covered(shape: Shape, pieces: Sequence[Piece]) -> bool:
-    """Whether the pieces of one of our tensors cover all of it: they never overlap, so counting is enough."""
-    return sum(math.prod(piece.our_sizes) for piece in pieces) == math.prod(shape)
