@@ -62,6 +62,11 @@ class MoEConfig:
                 f"MoEConfig: top_k={self.top_k} is more than the {choices} experts a token may choose from"
             )
 
+    def check_input(self, shape: tuple[int, ...]) -> None:
+        """An error for what a mixture cannot take."""
+        if len(shape) != 3 or shape[-1] != self.dim:
+            raise ValueError(f"MoE takes (samples, length, {self.dim}), got {shape}")
+
     @property
     def has_losses(self) -> bool:
         """Whether there are auxiliary losses."""

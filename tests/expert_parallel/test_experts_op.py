@@ -178,3 +178,19 @@ def test_wrong_shapes_are_told():
         ValueError, match=r"first dim of every weight and bias is the expert, got \(4, 4, 4\), \(3, 4, 4\)"
     ):
         experts(ours(torch.zeros(6, 4)), one, one, weight, ours(torch.zeros(3, 4, 4)), activation=F.silu)
+    hidden, index, weights = (
+        ours(torch.zeros(6, 4)),
+        ours(torch.zeros(6, 2, dtype=torch.int64)),
+        ours(torch.zeros(6, 2)),
+    )
+    with pytest.raises(ValueError, match=r"by whole numbers; got .*loat32 of shape \(6, 2\)"):
+        experts(hidden, weights, weights, weight, weight, activation=F.silu)
+    with pytest.raises(ValueError, match=r"names at least one expert for each token.*of shape \(6, 0\)"):
+        experts(hidden, index[:, :0], weights[:, :0], weight, weight, activation=F.silu)
+    with pytest.raises(ValueError, match="capacity_factor=0 must be above 0"):
+        experts(hidden, index, weights, weight, weight, activation=F.silu, capacity_factor=0)
+    told = r"hidden has 4 features, so each of up must be \(experts, inner, features\), down .*; got "
+    with pytest.raises(ValueError, match=told + r"\(4, 4, 3\), \(4, 4, 4\)"):
+        experts(hidden, index, weights, weight[:, :, :3], weight, activation=F.silu)
+    with pytest.raises(ValueError, match=told + r"\(4, 4, 4\), \(4, 4, 4\), \(4, 2\)"):
+        experts(hidden, index, weights, weight, weight, activation=F.silu, up_bias=ours(torch.zeros(4, 2)))

@@ -157,3 +157,18 @@ def test_what_a_style_cannot_do():
         check(*CASES_2["tokens and experts sharded"], "some")
     with pytest.raises(ValueError, match=r"up \(4, 24, 8\) has gate and up in one tensor.*give two tensors"):
         check(*CASES_2["features"], form="concatenated")
+    weight, tokens = ours(torch.ones(2, 4, 4)), ours(torch.ones(2, 4))
+    index = hp.distribute_tensor(ours(torch.tensor([[0], [1]])), mesh, [hp.Replicate()])
+    with pytest.raises(ValueError, match="hidden is a plain tensor and top_k_index distributed"):
+        hp.experts(tokens, index, ours(torch.ones(2, 1)), weight, weight, activation=abs)
+
+
+@pytest.mark.skipif(on_mindspore, reason="modules of PyTorch")
+def test_gate_and_up_in_one_tensor_are_not_sharded_by_features():
+    def work():
+        module = torch.nn.Module()
+        module.gate_up_proj, module.runs_experts_operator = torch.nn.Parameter(torch.ones(2, 8, 4)), True
+        with pytest.raises(ValueError, match="Module has gate and up in one tensor, 'gate_up_proj', whose parts"):
+            hp.TensorParallel().apply(module, hp.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
+
+    threads(2).run(work)

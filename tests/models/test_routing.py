@@ -223,3 +223,5 @@ def test_sizes_that_cannot_be(options, told):
         hp.models.MixtureConfig(num_experts=EXPERTS, **options)
     with pytest.raises(ValueError, match="num_dense_blocks=5 must be from 0 to num_blocks=4"):
         hp.models.MixtureConfig(num_dense_blocks=5)
+    with pytest.raises(ValueError, match=rf"MoE takes \(samples, length, {DIM}\), got \(3, {DIM}\)"):
+        hp.models.MoE(DIM, HIDDEN, EXPERTS, 2)(ours(torch.zeros(3, DIM)))

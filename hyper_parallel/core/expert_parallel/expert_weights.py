@@ -48,6 +48,17 @@ class ExpertWeights:
         down_bias = None if self.down_bias is None else rest[-1]
         return replace(self, up=up, down=down, up_bias=up_bias, down_bias=down_bias)
 
+    def fits(self, features: int) -> bool:
+        """Whether the shapes are those of experts that take, and give, rows of so many features."""
+        inputs, outputs = (1, 2) if self.is_transposed else (2, 1)
+        if not self.up or any(one.ndim != 3 for one in (*self.up, self.down)):
+            return False
+        sizes = [int(one.shape[inputs]) for one in self.up] + [int(self.down.shape[outputs])]
+        biases = [tuple(one.shape[1:]) for one in self.up_bias or ()]
+        of_up = [] if self.up_bias is None else [(int(one.shape[outputs]),) for one in self.up]
+        of_down = self.down_bias is None or tuple(self.down_bias.shape[1:]) == (features,)
+        return set(sizes) == {features} and biases == of_up and of_down
+
     def __call__(self, rows: Any, counts: RowCounts) -> Any:
         """The experts on rows that are ordered by expert. Every weight enters the graph, also with no rows at all."""
         if not rows.shape[0]:

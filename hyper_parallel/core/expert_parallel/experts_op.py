@@ -83,6 +83,8 @@ def experts(
         _several(up), down, activation, None if up_bias is None else _several(up_bias), down_bias, is_transposed
     )
     _check(hidden, top_k_index, top_k_weights, of)
+    if capacity_factor is not None and capacity_factor <= 0:
+        raise ValueError(f"experts: capacity_factor={capacity_factor} must be above 0; None for no limit")
     found: list[Any] = []
     call = _Call(weigh_inputs, capacity_factor, None if beside is None else lambda: found.append(beside()))
     distributed = [isinstance(tensor, DTensor) for tensor in of.tensors]
@@ -123,6 +125,27 @@ def _check(hidden: Any, index: Any, weights: Any, of: ExpertWeights) -> None:
     if len(sizes) > 1:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in of.tensors)
         raise ValueError(f"experts: the first dim of every weight and bias is the expert, got {shapes}")
+    if not int(index.shape[1]) or "int" not in str(_platform.dtype_name(index.dtype)):
+        raise ValueError(
+            f"experts: top_k_index names at least one expert for each token, by whole numbers; got {index.dtype} of "
+            f"shape {tuple(index.shape)}"
+        )
+    wrong = [name for name, one in (("top_k_index", index), ("top_k_weights", weights)) if isinstance(one, DTensor)]
+    if wrong and not isinstance(hidden, DTensor):
+        raise ValueError(
+            f"experts: hidden is a plain tensor and {' and '.join(wrong)} distributed; make them of the same tokens: "
+            "to_local, or distribute hidden too"
+        )
+    features = int(hidden.shape[1])
+    if not of.fits(features):
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in of.tensors)
+        up, down = (
+            ("features, inner", "inner, features") if of.is_transposed else ("inner, features", "features, inner")
+        )
+        raise ValueError(
+            f"experts: hidden has {features} features, so each of up must be (experts, {up}), down (experts, {down}), "
+            f"and biases (experts, inner) and (experts, features); got {shapes}"
+        )
 
 
 @dataclass(frozen=True)

@@ -157,6 +157,11 @@ class ExpertTensorParallel(BaseExpertParallel):
 
 
 def _by_features(module: Any, name: str) -> Placement:
+    if name.startswith("gate_up"):
+        raise ValueError(
+            f"{type(module).__name__} has gate and up in one tensor, {name!r}, whose parts would be no pairs; shard it "
+            "by expert: ExpertParallel()"
+        )
     dim = inner_dim(module, name)
     return Replicate() if dim is None else Shard(dim)
 

@@ -124,6 +124,7 @@ class MoE(nn.Cell):
         self.batch: Any = None
 
     def construct(self, x: Tensor) -> Any:
+        self.config.check_input(tuple(x.shape))
         samples, length, dim = x.shape
         tokens = x.reshape(samples * length, dim)
         logits, scores, chosen, weights = self.router(tokens, self.expert_bias)

@@ -82,7 +82,7 @@ class TokenChoiceTopKRouter(nn.Module):
         config = self.config
         if config.num_limited_groups < config.num_expert_groups:
             scores = self._limited(scores)
-        return scores.sort(dim=-1, descending=True, stable=True).indices[:, : config.top_k]
+        return scores.sort(dim=-1, descending=True, stable=True).indices[..., : config.top_k]
 
     def _limited(self, scores: torch.Tensor) -> torch.Tensor:
         """Scores in which those of all but the best groups are out of reach."""
@@ -90,7 +90,7 @@ class TokenChoiceTopKRouter(nn.Module):
         groups = scores.unflatten(-1, (config.num_expert_groups, -1))
         best = groups.sort(dim=-1, descending=True).values[..., : 2 if config.group_score == "top2" else 1].sum(-1)
         order = best.sort(dim=-1, descending=True, stable=True).indices
-        left_out = torch.ones_like(best, dtype=torch.bool).scatter(-1, order[:, : config.num_limited_groups], False)
+        left_out = torch.ones_like(best, dtype=torch.bool).scatter(-1, order[..., : config.num_limited_groups], False)
         return groups.masked_fill(left_out.unsqueeze(-1), float("-inf")).flatten(-2)
 
 
@@ -134,6 +134,7 @@ class MoE(nn.Module):
         self.batch: Any = None  # see Note [Counts]
 
     def forward(self, x: torch.Tensor) -> Any:
+        self.config.check_input(tuple(x.shape))
         samples, length, dim = x.shape
         tokens = x.reshape(samples * length, dim)
         logits, scores, chosen, weights = self.router(tokens, self.expert_bias)
