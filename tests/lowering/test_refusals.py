@@ -80,6 +80,7 @@ def call(seed, *args, rows=3, before=None, **kwargs):
             before(model[0])
         x = inputs(seed, rows)
         out = model[0](x, *args, **kwargs)
+        out = out[0] if isinstance(out, tuple) else out
         if out.requires_grad:
             out.square().sum().backward()
         gradients = [None if one.grad is None else _block(one.grad).clone() for one in model.parameters()]

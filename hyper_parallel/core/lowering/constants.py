@@ -25,19 +25,21 @@ _OURS = (Layout, DeviceMesh, Placement, Region)
 _DEEPEST = 6
 
 
-def why_not_constant(value: Any, depth: int = 0) -> str | None:
+def why_not_constant(value: Any, outer: tuple[Any, ...] = ()) -> str | None:
     """None where ``value`` may stand on a tape as it is; else what is in the way."""
     if isinstance(value, (*_IMMUTABLE, *_OURS)) or _platform.is_framework_constant(value):
         return None
     if _platform.is_tensor(value):
         return f"a tensor of shape {tuple(value.shape)} hides in an object or in a function"
-    if depth >= _DEEPEST:
+    if any(one is value for one in outer):  # a function that its own closure holds
+        return None
+    if len(outer) >= _DEEPEST:
         return f"a {type(value).__name__} is nested too deeply to be looked through"
     inner = _parts_of(value)
     if inner is None:
         return f"a {type(value).__name__} may change, or hide tensors"
     for part in inner:
-        found = why_not_constant(part, depth + 1)
+        found = why_not_constant(part, (*outer, value))
         if found is not None:
             return found
     return None
@@ -49,6 +51,8 @@ def _parts_of(value: Any) -> list[Any] | None:
         return list(value)
     if isinstance(value, (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)):
         return []
+    if isinstance(value, types.MethodWrapperType):  # an attribute of tensors that is one
+        return [] if isinstance(value.__self__, types.GetSetDescriptorType) else None
     if isinstance(value, types.MethodType):
         return [value.__func__, *([] if isinstance(value.__self__, type) else [value.__self__])]
     if isinstance(value, types.FunctionType):

@@ -52,10 +52,10 @@ def _add_tensor(inputs: Inputs, name: str, tensor: Any, wants_carried: bool) -> 
         if not isinstance(tensor, _platform.Parameter) and type(tensor) is not DTensor:
             raise CannotGuard(f"the argument {name} is a {type(tensor).__name__}, which is not an ordinary DTensor")
         inputs.add(name, tensor, (tensor._layout, tuple(tensor._global_shape)))
-    elif kind is _platform.Tensor or isinstance(tensor, _platform.Parameter):
+    elif isinstance(tensor, _platform.Parameter) or (kind is _platform.Tensor and _platform.is_dense(tensor)):
         inputs.add(name, tensor, None)
     else:
-        raise CannotGuard(f"the argument {name} is a {kind.__name__}, a kind of tensor with rules of its own")
+        raise CannotGuard(f"the argument {name} is a {kind.__name__}, sparse, nested, or a kind with rules of its own")
     if wants_carried:
         for one in carried_by(tensor):
             _add_carried(inputs, name, one)
@@ -72,10 +72,13 @@ def _add_value(inputs: Inputs, key: list[Any], name: str, value: Any, wants_carr
     kind = type(value)
     if kind in SIMPLE:
         key.append(kind)
-        key.append(value)
+        key.append(value or repr(value))  # 0.0 is -0.0
     elif _platform.is_tensor(value):
         key.append("tensor")
         _add_tensor(inputs, name, value, wants_carried)
+        for attribute, item in _platform.attributes_of(value).items():
+            key.append(attribute)
+            _add_value(inputs, key, f"{name}_{attribute}", item, wants_carried)
     elif kind in (tuple, list):
         key.append((kind, len(value)))
         for place, item in enumerate(value):

@@ -165,6 +165,8 @@ class Recorder:
         results: list[str] = []
         if _platform.generator_mark() != self._mark:
             self.refuse(_MOVED)
+        if (_platform.is_recording(), _platform.ambient_state()) != (self._has_gradients, self._ambient):
+            self.refuse("it leaves gradients, autocast or the default dtype switched: switch them outside")
         try:
             tree = self._outputs(outputs, inputs, results)
         except _Unfaithful as found:
@@ -198,6 +200,8 @@ class Recorder:
             raise _Unfaithful(f"it returns a tensor of shape {tuple(tensor.shape)} that no recorded operator made")
         if name in inputs:
             return Output(inputs.index(name), label, is_input=True)
+        for attribute in _platform.attributes_of(tensor):
+            raise _Unfaithful(f"it sets the attribute {attribute!r} of what it returns")
         results.append(name)
         place = len(results) - 1
         carries = []

@@ -25,6 +25,7 @@ import numpy as np
 from hyper_parallel.core.lowering.carried import carrying_nothing
 from hyper_parallel.core.lowering.foreign_hooks import find_foreign_hook
 from hyper_parallel.core.lowering.guards import CannotGuard, Inputs, describe_call, is_recomputed_later
+from hyper_parallel.core.lowering.held_values import Holdings
 from hyper_parallel.core.lowering.module_facts import ModuleGuard
 from hyper_parallel.core.lowering.module_writes import AttributesBefore
 from hyper_parallel.core.lowering.program import Program, make_program
@@ -42,6 +43,15 @@ def _host_draws() -> tuple[Any, ...]:
     """Where the generators of Python and numpy stand."""
     name, words, *rest = np.random.get_state(legacy=True)
     return random.getstate(), name, np.asarray(words).tobytes(), *rest
+
+
+def _containers(value: Any) -> set[int]:
+    """The ids of the lists and dicts in nested ones and tuples."""
+    if not isinstance(value, (list, tuple, dict)):
+        return set()
+    items = value.values() if isinstance(value, dict) else value
+    found = {one for item in items for one in _containers(item)}
+    return found if isinstance(value, tuple) else {id(value), *found}
 
 
 class Refusal:
@@ -107,7 +117,7 @@ class Region:
             except CannotGuard as why:
                 self._tell(f"runs by dispatch: {why}")
                 return None, None
-            except (KeyError, ValueError, TypeError):  # something that was read is gone, or of another kind
+            except (KeyError, ValueError, TypeError, AttributeError):  # what was read is gone, or of another kind
                 self._forget()
         return None, None
 
@@ -136,13 +146,14 @@ class Region:
                 "settings: pad inputs to a few lengths"
             )
             return self._dispatch(args, kwargs)
-        reason = find_foreign_hook(self.module)
+        reason = find_foreign_hook(self.module) or fresh.obstacle
         if reason is not None:
             self._refuse(inputs.key, reason)
             return self._dispatch(args, kwargs)
         recorder = Recorder()
         names = recorder.take_inputs(inputs)
-        before, drawn, facts = AttributesBefore(fresh.modules), _host_draws(), fresh.facts()
+        before, drawn, facts = AttributesBefore(fresh.modules), _host_draws(), (fresh.facts(), fresh.contents())
+        given = Holdings(()).content((args, kwargs))
         if inputs.tensors:
             self._recorded_on = [one for one in self._recorded_on if one() is not None]
             self._recorded_on.append(weakref.ref(inputs.tensors[0]))
@@ -157,8 +168,10 @@ class Region:
         changed = before.find_change()
         if changed is not None:
             recorder.refuse(changed)
-        elif fresh.facts() != facts:
+        elif (fresh.facts(), fresh.contents()) != facts:
             recorder.refuse("forward changes a value that it depends on, of an object or a global: return it instead")
+        elif Holdings(()).content((args, kwargs)) != given or _containers(outputs) & _containers((args, kwargs)):
+            recorder.refuse("forward changes or returns a list or dict that it is given: return a new one")
         made = recorder.finish(names, outputs)
         if recorder.reason is not None or made is None:
             self._refuse(inputs.key, recorder.reason or "its outputs cannot be written down")

@@ -38,7 +38,7 @@ class Line:
         return names_in((self.args, self.kwargs))
 
 
-class _Identity:
+class Identity:
     """A constant in a key: equal to itself only, and kept as long as the key."""
 
     __slots__ = ("value",)
@@ -47,7 +47,7 @@ class _Identity:
         self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Identity) and self.value is other.value
+        return isinstance(other, Identity) and self.value is other.value
 
     def __hash__(self) -> int:
         return id(self.value)
@@ -114,7 +114,7 @@ class Tape:
         given = [name for line in self.lines if line.on_host for name in line.made]
         inputs = [*self.used_inputs, *given]
         text, constants = self._written("lowered", inputs, rest, self.outputs)
-        program = (text, *map(_Identity, constants.values()))
+        program = (text, *map(Identity, constants.values()))
         first = self._function(self.used_inputs, before[::-1], given) if before else None
         return first, self._function(inputs, rest, self.outputs), program
 

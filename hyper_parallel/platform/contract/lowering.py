@@ -24,6 +24,16 @@ class LoweredPrograms:
         return tensor
 
     @staticmethod
+    def attributes_of(tensor: Any) -> dict[str, Any]:
+        """What a program has set on a tensor besides its values."""
+        return {}
+
+    @staticmethod
+    def is_dense(tensor: Any) -> bool:
+        """Whether a tensor has one memory, with strides, that holds its values as they are."""
+        return True
+
+    @staticmethod
     def obstacle_in(module: Any) -> str | None:
         """What a module does that cannot be recorded; None where that is nothing."""
         return None

@@ -26,6 +26,7 @@ from hyper_parallel.platform.torch.private_api import (
 __all__ = [
     "ambient_key",
     "ambient_state",
+    "attributes_of",
     "call_instead",
     "call_itself",
     "can_record",
@@ -34,6 +35,7 @@ __all__ = [
     "gradients_of_sum",
     "hooks_of",
     "is_called_otherwise",
+    "is_dense",
     "relative_difference",
     "rounding",
     "run_locally",
@@ -49,6 +51,7 @@ _DTYPE: Any = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
 _DEVICE: Any = torch.Tensor.device.__get__  # type: ignore[attr-defined]
 _REQUIRES_GRAD: Any = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _IS_LEAF: Any = torch.Tensor.is_leaf.__get__  # type: ignore[attr-defined]
+_OWN_ATTRIBUTES = ("_layout", "_global_shape", "_edges", "_gathered_from", "_source", "_hyper_parallel_", "_dynamo_")
 _STRIDE = torch.Tensor.stride
 _DEVICE_TYPES = ["cpu"] + ([torch.accelerator.current_accelerator().type] if torch.accelerator.is_available() else [])  # type: ignore[union-attr]
 
@@ -78,6 +81,18 @@ def ambient_state() -> tuple[Any, ...]:
         saving_hooks(),
         is_transformed(),
     )
+
+
+def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
+    """What a program has set on a tensor besides its values."""
+    return {name: value for name, value in tensor.__dict__.items() if not name.startswith(_OWN_ATTRIBUTES)}
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has one memory, with strides, that holds its values as they are: none of the views that
+    conjugate or negate when they are read.
+    """
+    return tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_conj() or tensor.is_neg())
 
 
 def facts_of(tensors: Sequence[torch.Tensor]) -> list[tuple[Any, ...]]:

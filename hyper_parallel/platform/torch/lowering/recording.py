@@ -37,7 +37,6 @@ _CONSTANTS = (
     torch.layout,
     torch.memory_format,
     torch.Size,
-    torch.Generator,
     dist.ProcessGroup,
     dist.ReduceOp,
     PretendGroup,
@@ -46,7 +45,7 @@ _CONSTANTS = (
 # About a tensor and not about its values; they are asked again where a tape is used (guards), or depend on what is.
 # fmt: off
 _ABOUT_TENSORS = frozenset({
-    "shape", "size", "dim", "ndim", "ndimension", "numel", "nelement", "__len__", "stride", "storage_offset",
+    "shape", "size", "dim", "ndim", "ndimension", "numel", "nelement", "__len__", "stride",
     "dtype", "device", "layout", "is_contiguous", "is_floating_point", "is_complex", "is_signed", "is_leaf",
     "requires_grad", "grad_fn", "_version", "data_ptr", "element_size", "itemsize", "nbytes", "is_cuda", "is_cpu",
     "is_meta", "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_xla", "is_mps", "is_npu", "is_conj",
@@ -161,6 +160,8 @@ class _CalledFunctions(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in ("__get__", "__set__", "__delete__"):
             attribute = getattr(func.__self__, "__name__", "")
+            if attribute == "grad" or (attribute == "grad_fn" and is_intercepting() and func(*args) is not None):
+                self._recorder.refuse(f"the attribute {attribute!r} of a tensor is read, its gradient or its history")
             if name == "__get__" and attribute in _ABOUT_TENSORS:
                 return func(*args, **kwargs)
             if name != "__get__" and attribute != "requires_grad":
@@ -168,6 +169,9 @@ class _CalledFunctions(TorchFunctionMode):
                 return func(*args, **kwargs)
         elif name in _ABOUT_TENSORS or name == "_set_grad_enabled" or "autocast" in name:
             # Each line knows whether gradients were recorded; of autocast, the recorder asks at each line.
+            return func(*args, **kwargs)
+        elif name == "backward":
+            self._recorder.refuse("it runs backward, which adds to gradients of parameters: torch.autograd.grad")
             return func(*args, **kwargs)
         elif name == "__iter__":
             return iter(self._recorder.record(torch.unbind, args, {}))
@@ -186,10 +190,10 @@ class _RunningOperators(DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with NoInterception():
             if self._recorder.reason is None:
-                self._look(func, args)
+                self._look(func, args, kwargs or {})
             return func(*args, **(kwargs or {}))
 
-    def _look(self, func: Any, args: Any) -> None:
+    def _look(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
         recorder = self._recorder
         if recorder.depth == 0:
             recorder.refuse(f"{func} runs where no function of PyTorch was called: by code outside of Python")
@@ -197,8 +201,10 @@ class _RunningOperators(DispatchMode):
         facts = recorder.facts
         if func._schema.is_mutable:
             facts.writes = True
-            written = [value for value, arg in zip(args, func._schema.arguments, strict=False) if _is_written(arg)]
-            if any(isinstance(one, torch.Tensor) and _memory(one) in self._memories for one in written):
+            given = [*zip(args, func._schema.arguments, strict=False)]
+            given += [(kwargs[arg.name], arg) for arg in func._schema.arguments if arg.name in kwargs]
+            written = [one for value, arg in given if _is_written(arg) for one in _tensors_in(value)]
+            if any(_memory(one) in self._memories for one in written):
                 recorder.refuse(f"{func} writes into an input, a parameter or a buffer of the module")
         tags = func.tags
         if torch.Tag.nondeterministic_seeded in tags and facts.mark is None:
@@ -209,6 +215,11 @@ class _RunningOperators(DispatchMode):
 
 def _is_written(argument: Any) -> bool:
     return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    """A tensor, or those of a list; what an operator writes is one or the other."""
+    return [one for one in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(one, torch.Tensor)]
 
 
 def _memory(tensor: torch.Tensor) -> int:
