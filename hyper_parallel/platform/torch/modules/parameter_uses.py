@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from hyper_parallel.platform.torch.base.dtensor_base import DTensorBase
+from hyper_parallel.platform.torch.private_api import NoInterception
 
 _OWN_EDGES = "hyper_parallel."
 
@@ -17,7 +18,8 @@ def plain_parameters_behind(tensor: torch.Tensor, known: Iterable[Any]) -> list[
     del known
     found: dict[int, torch.nn.Parameter] = {}
     seen: set[Any] = set()
-    ahead: list[tuple[Any, int]] = [(tensor.grad_fn, tensor.output_nr)]
+    with NoInterception():  # a recording of calls asks programs why they look at the graph
+        ahead: list[tuple[Any, int]] = [(tensor.grad_fn, tensor.output_nr)]
     while ahead:
         node, number = ahead.pop()
         if node is None:
