@@ -36,7 +36,7 @@ from hyper_parallel.core.dtensor.skip_dispatch import is_skipped, skipping
 from hyper_parallel.core.shard import rules
 from hyper_parallel.core.shard.dispatching import autograd_helpers
 from hyper_parallel.core.shard.dispatching.foreach import run_on_lists, takes_lists
-from hyper_parallel.core.shard.dispatching.gather_fallback import run_gathered
+from hyper_parallel.core.shard.dispatching.gather_fallback import run_gathered, write_into_plain
 from hyper_parallel.core.shard.dispatching.mixing import (
     MixedMeshesError,
     MixedTensorsError,
@@ -68,7 +68,7 @@ Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 class OperatorFacts:
     """What is known of a function, whatever it is called with."""
 
-    __slots__ = ("handler", "inplace_at", "is_bookkeeping", "key_has_dtypes", "key_ignores_numbers")
+    __slots__ = ("handler", "inplace_at", "is_bookkeeping", "key_has_dtypes", "key_ignores_numbers", "writes_first")
 
     def __init__(
         self,
@@ -78,12 +78,14 @@ class OperatorFacts:
         key_ignores_numbers: bool = False,
         key_has_dtypes: bool = False,
         inplace_at: int | None = None,
+        writes_first: bool = False,
     ) -> None:
         self.handler = handler  # None: by a rule
         self.is_bookkeeping = is_bookkeeping  # about the graph or the tensor object, not about values
         self.key_ignores_numbers = key_ignores_numbers
         self.key_has_dtypes = key_has_dtypes
         self.inplace_at = inplace_at  # where `inplace` is among the arguments, for all to find it by name
+        self.writes_first = writes_first  # into its first argument
 
 
 _facts: dict[Callable[..., Any], OperatorFacts] = {}
@@ -141,6 +143,8 @@ def intercept(kind: type, func: Callable[..., Any], types: Any, args: Any = (), 
     if (replicating.depth or replicating.alike_on is not None) and not facts.is_bookkeeping:
         if replicating.depth and _plans_are_under is not None:
             check_made_inside(_platform.get_op_name(func), args, kwargs)
+        if facts.writes_first and replicating.depth and _is_plain(args):
+            return write_into_plain(func, args, kwargs)
         args, kwargs = plain_as_replicated(args, kwargs)
     if len(kwargs) > 1:
         kwargs = _in_order(func, kwargs)
@@ -165,6 +169,11 @@ def intercept(kind: type, func: Callable[..., Any], types: Any, args: Any = (), 
     if short is not None and (not facts.key_has_dtypes or type(args[-1]) is tuple):
         _remember(_direct, short, planned.run)
     return planned.run(func, args, kwargs)
+
+
+def _is_plain(args: tuple[Any, ...]) -> bool:
+    """Whether the first argument is a plain tensor."""
+    return bool(args) and not isinstance(args[0], DTensor) and _platform.is_dense_tensor(args[0])
 
 
 def _key_of_entries(func: Callable[..., Any], tensor: DTensor, entries: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -321,6 +330,7 @@ def _find_facts(func: Callable[..., Any]) -> OperatorFacts:
     if body is not None and "inplace" in _platform.argument_names(func):
         inplace_at = _platform.argument_names(func).index("inplace")
     handler: Handler = _without_rule
+    writes_first = name == "setitem" or (name.endswith("_") and not name.endswith("__"))
     if name in RANDOM_OPS and (body is None or name in RANDOM_BODIES):
         handler = functools.partial(_draw, RANDOM_OPS[name])
     elif takes_lists(name):
@@ -333,8 +343,9 @@ def _find_facts(func: Callable[..., Any]) -> OperatorFacts:
             key_ignores_numbers=ignores_scalars(name),
             key_has_dtypes=depends_on_dtypes(name),
             inplace_at=inplace_at,
+            writes_first=writes_first,
         )
-    return OperatorFacts(handler, inplace_at=inplace_at)
+    return OperatorFacts(handler, inplace_at=inplace_at, writes_first=writes_first)
 
 
 def _draw(

@@ -89,6 +89,22 @@ def run_gathered(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     return link(name, result, func, args, kwargs, may_share=False) if is_view_call(name, args) else result
 
 
+def write_into_plain(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``func``, which writes into the plain tensor ``args[0]``: of whole values, so that their gradients are recorded
+    with that tensor. Taken as a distributed one it would get the values, and its history would not know of them."""
+    layouts = []
+
+    def full_of(value: Any) -> Any:
+        if not isinstance(value, DTensor):
+            return value
+        layouts.append(value.layout)
+        return value.redistribute(value.device_mesh, value._layout.replicated()).to_local()
+
+    args, kwargs = _platform.tree_map(full_of, args), _platform.tree_map(full_of, kwargs)
+    check_gathered(_platform.get_op_name(func), layouts)
+    return func(*args, **kwargs)
+
+
 def _replicated(value: Any, mesh: Any) -> DTensor:
     """A tensor that every rank has computed alike."""
     return DTensor.from_local(value, mesh, shape=value.shape)
