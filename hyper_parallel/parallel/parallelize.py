@@ -105,6 +105,7 @@ def parallelize(
     Parallel(Llama, "dp_shard=1", microbatches=1)
     """
     require_module("parallelize", model)
+    _refuse_lazy(model)
     given = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp, "pp": pp, "ep": ep}
     asked = as_degrees(degrees, **{axis: size for axis, size in given.items() if size is not None})
     Sequences(1, attention, order)
@@ -129,12 +130,14 @@ def parallelize(
     blocks = [dict(_platform.get_cells_and_names(model))[path] for path in structure_of(model).blocks]
     if kept is not None and not blocks:
         raise ValueError(
-            f"parallelize: recompute is by block, and {type(model).__name__} has no list of blocks (a ModuleList)"
+            f"parallelize: recompute is by block, and {type(model).__name__} has no list of blocks (a ModuleList, or a "
+            "Sequential of modules with several layers each)"
         )
     if backend is not None and not blocks:
         raise ValueError(
-            f"parallelize: compile is by block, and {type(model).__name__} has no list of blocks (a ModuleList): "
-            "parallelize it without, and name its modules in hyper_parallel.lower"
+            f"parallelize: compile is by block, and {type(model).__name__} has no list of blocks (a ModuleList, or a "
+            "Sequential of modules with several layers each): parallelize it without, and name its modules in "
+            "hyper_parallel.lower"
         )
     number_blocks(blocks)
     number_initial_values(model)
@@ -162,6 +165,16 @@ def parallelize(
     run = Parallel(model, fitted, meshes, found, parts, pipeline, sequences)
     run.lowering = lowering
     return run
+
+
+def _refuse_lazy(model: Any) -> None:
+    for path, module in _platform.get_cells_and_names(model):
+        is_lazy = getattr(module, "has_uninitialized_params", None)
+        if is_lazy is not None and is_lazy():
+            raise ValueError(
+                f"parallelize: the parameters of {path!r}, a {type(module).__name__}, get their sizes from the first "
+                "input: call the model once, on any one sample, before it is parallelized"
+            )
 
 
 def _backend(compile: bool | str) -> str | None:

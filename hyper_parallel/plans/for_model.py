@@ -48,9 +48,9 @@ def for_model(
     all-gather take the place of each all-reduce, and norms and dropout are shared out. With ``plain_outputs`` the model
     returns plain whole tensors, as on one device; without, logits stay cut on the vocabulary. With ``split_fused`` one
     weight for query, key and value, or for gate and up, becomes parameters of their own, which saves gathers and gives
-    them other names. Modules that match a path of ``keep_whole`` (with ``*`` and ``**``) are not cut. ``experts`` are
-    paths of modules of experts whose parameters are laid out already, and which take distributed tokens. A model that
-    cannot be read is a ``PlanError`` (a ValueError) that names the module.
+    them other names. Modules and parameters that match a path of ``keep_whole`` (with ``*`` and ``**``) are not cut.
+    ``experts`` are paths of modules of experts whose parameters are laid out already, and which take distributed
+    tokens. A model that cannot be read is a ``PlanError`` (a ValueError) that names the module.
 
     >>> from hyper_parallel import models
     >>> plan = for_model(models.Llama(models.LlamaConfig(num_blocks=2)))
@@ -63,8 +63,9 @@ def for_model(
     if isinstance(keep_whole, str):
         raise TypeError(f"plans.for_model: keep_whole takes a list of paths; write keep_whole=[{keep_whole!r}]")
     paths = [path for path, _ in platform.get_cells_and_names(model)]
+    known = [*paths, *platform.parameters_dict(model, remove_duplicate=False)]
     for pattern in keep_whole:
-        match_paths(paths, {pattern: None}, "plans.for_model: keep_whole", "module")
+        match_paths(known, {pattern: None}, "plans.for_model: keep_whole", "module")
     roles = read_roles(model, tuple(keep_whole))
     if not (roles.columns or roles.attentions):
         raise PlanError(_nothing_to_shard(model))

@@ -94,16 +94,19 @@ def read_roles(model: Any, keep_whole: Iterable[str]) -> Roles:
 def _read_roles(model: Any, keep_whole: Iterable[str]) -> Roles:
     platform = get_platform()
     modules = dict(platform.get_cells_and_names(model))
-    kept = [path for path in modules if any(_is_inside(path, pattern) for pattern in keep_whole)]
-    skipped = frozenset(kept)
+    skipped = frozenset(path for path in modules if _is_kept(path, keep_whole))
     declaration = read_declaration(modules)
     roles = Roles(blocks=list_members(modules))
     outermost = outermost_of(roles.blocks)
     for block in outermost or [""]:
-        _read_block(block, modules, roles, skipped, declaration, refuse=bool(outermost))
+        _read_block(block, modules, roles, skipped, declaration, keep_whole, refuse=bool(outermost))
     taken = (*skipped, *roles.columns, *roles.rows)
     roles.vocabularies, roles.heads = read_ends(model, modules, roles.blocks, taken)
     return roles
+
+
+def _is_kept(path: str, keep_whole: Iterable[str]) -> bool:
+    return any(_is_inside(path, pattern) for pattern in keep_whole)
 
 
 def _is_inside(path: str, pattern: str) -> bool:
@@ -125,6 +128,7 @@ def _read_block(
     roles: Roles,
     skipped: frozenset[str],
     declaration: Declaration,
+    keep_whole: Iterable[str],
     refuse: bool,
 ) -> None:
     """Sort the linear layers of one block; see Note [Declared, then names, then sizes]."""
@@ -156,7 +160,7 @@ def _read_block(
     roles.fused |= {path: parts for path in columns if (parts := _fused_parts(path, rows, modules))}
     roles.parts += sorted({_part_of(path, block) for path in columns} - {block}, key=inside.index)
     if refuse:
-        _refuse_other_weights(inside, [*taken, *described], modules)
+        _refuse_other_weights(inside, [*taken, *described], modules, keep_whole)
 
 
 def _role_by_name(path: str, block: str) -> str | None:
@@ -282,7 +286,9 @@ def _pairs(paths: list[str], modules: Mapping[str, Any]) -> tuple[list[str], lis
     return (columns, rows) if columns and place == len(paths) else None
 
 
-def _refuse_other_weights(inside: list[str], taken: list[str], modules: Mapping[str, Any]) -> None:
+def _refuse_other_weights(
+    inside: list[str], taken: list[str], modules: Mapping[str, Any], keep_whole: Iterable[str]
+) -> None:
     platform = get_platform()
     for path in inside:
         module = modules[path]
@@ -290,12 +296,13 @@ def _refuse_other_weights(inside: list[str], taken: list[str], modules: Mapping[
             continue
         if platform.linear_weight_dims(module) is not None or platform.is_embedding_module(module):
             continue
-        weights = own_weights(module)
+        weights = [name for name in own_weights(module) if not _is_kept(f"{path}.{name}", keep_whole)]
         if weights:
+            has_layers = any(platform.linear_weight_dims(modules[one]) is not None for one in below(path, modules))
             raise _Unreadable(
                 f"plans.for_model: cannot tell how to shard {path!r}, a {type(module).__name__} with weights of its "
                 f"own ({', '.join(weights)})",
-                [path],
+                [f"{path}.{name}" for name in weights] if has_layers else [path],
             )
 
 

@@ -1,8 +1,9 @@
 """The shape of a model, whatever its plan: its blocks in order, mixtures of experts, what comes before and behind.
 
-Blocks are the members of module lists. A Hugging Face model may declare which list its stages are made of
-(``base_model_pp_plan``), and what runs before and behind; others are read in the order in which modules were made,
-which is that of running them but for odd cases: who needs to be sure runs the model once and looks.
+Blocks are the members of module lists, or of sequential modules and dicts where there is no list. A Hugging Face model
+may declare which list its stages are made of (``base_model_pp_plan``), and what runs before and behind; others are read
+in the order in which modules were made, which is that of running them but for odd cases: who needs to be sure runs the
+model once and looks.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from hyper_parallel.plans.declared import Declaration, read_declaration
 from hyper_parallel.plans.layers import below, is_below, own_weights, sizes_of
 from hyper_parallel.platform import get_platform
 
+_LISTS = ("ModuleList", "CellList")
+_ROWS = ("Sequential", "SequentialCell", "ModuleDict", "CellDict")
 # Parts whose steps depend on values, by the end of their class's name: every rank computes them on whole tensors.
 _MIXTURES = ("MoeBlock", "MoE", "Moe", "SparseMLP")
 
@@ -79,13 +82,23 @@ def _in_stages(declaration: Declaration, modules: Mapping[str, Any]) -> tuple[li
 
 
 def list_members(modules: Mapping[str, Any]) -> list[str]:
-    """The members of module lists, in order."""
-    return [path for path in modules if _is_list_member(path, modules)]
+    """The members of module lists, in order; in a model without lists those of rows that have several layers each."""
+    members = [path for path in modules if path.rpartition(".")[2].isdigit() and _is_member(path, modules, _LISTS)]
+    return members or [path for path in modules if _is_member(path, modules, _ROWS) and _has_layers(path, modules)]
 
 
-def _is_list_member(path: str, modules: Mapping[str, Any]) -> bool:
-    parent, _, name = path.rpartition(".")
-    return name.isdigit() and any(kind.__name__ in ("ModuleList", "CellList") for kind in type(modules[parent]).__mro__)
+def _is_member(path: str, modules: Mapping[str, Any], kinds: tuple[str, ...]) -> bool:
+    return bool(path) and _is_kind(modules[path.rpartition(".")[0]], kinds)
+
+
+def _is_kind(module: Any, kinds: tuple[str, ...]) -> bool:
+    return any(kind.__name__ in kinds for kind in type(module).__mro__)
+
+
+def _has_layers(path: str, modules: Mapping[str, Any]) -> bool:
+    platform = get_platform()
+    linears = [one for one in below(path, modules) if platform.linear_weight_dims(modules[one]) is not None]
+    return len(linears) > 1 and not _is_kind(modules[path], _ROWS)
 
 
 def outermost_of(paths: list[str]) -> list[str]:

@@ -92,7 +92,7 @@ def run_gathered(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
 def write_into_plain(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``func``, which writes into the plain tensor ``args[0]``: of whole values, so that their gradients are recorded
     with that tensor. Taken as a distributed one it would get the values, and its history would not know of them."""
-    layouts = []
+    layouts: list[Any] = []
 
     def full_of(value: Any) -> Any:
         if not isinstance(value, DTensor):

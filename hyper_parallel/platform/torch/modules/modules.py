@@ -65,9 +65,12 @@ def is_embedding_module(module: object) -> bool:
 
 
 def linear_weight_dims(module: object) -> tuple[int, int] | None:
-    """The dims of ``weight`` for outputs and inputs; Hugging Face's ``Conv1D`` is a linear layer with them swapped."""
+    """The dims of ``weight`` for outputs and inputs; Hugging Face's ``Conv1D`` is a linear layer with them swapped.
+
+    A layer whose weight is computed from other parameters (``weight_norm``, parametrizations) has none to be sharded.
+    """
     if isinstance(module, nn.Linear):
-        return 0, 1
+        return (0, 1) if "weight" in own_parameters(module) else None
     return (1, 0) if _conv1d_of(module) is not None else None
 
 
