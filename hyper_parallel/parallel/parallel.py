@@ -224,7 +224,8 @@ class Parallel:
         rows = self._num_rows
         if count != rows:
             begin = self._place[0] * rows
-        rows_of_part = SampleRows(begin + part.first, max(1, part.rows), runs_along=not part.rows)
+        tokens = None if part.order is None else part.order.indices
+        rows_of_part = SampleRows(begin + part.first, max(1, part.rows), runs_along=not part.rows, tokens=tokens)
         with draws_by_sample(step=self.step, rows=rows_of_part), ordered_tokens(part.order):
             yield
 

@@ -58,6 +58,23 @@ def test_samples_in_another_dim_of_a_tensor_of_many_pieces():
     assert np.array_equal(_of(SampleRows(2, 300, dim=1), (500, 300, 3)), want)
 
 
+@pytest.mark.parametrize("tokens", [[0, 1, 6, 7, 2, 3, 4, 5], [0, 2, 4, 6, 1, 3, 5], [3, 0, 1, 2]])
+def test_tokens_in_another_order_keep_their_bits(tokens):
+    rows, length = SampleRows(2, 3, tokens=np.array(tokens)), len(tokens)
+    ordered = SampleRows(2, 3)
+    hidden, weights = (3, length, 9), (3, 5, length, length)
+    want = _of(ordered, hidden)[:, tokens]
+    for part in ((), ((0, 0, 0), hidden), ((1, 1, 2), (2, length - 2, 5)), ((0, 2, 0), (3, 0, 9))):
+        start, size = part or ((0, 0, 0), hidden)
+        box = tuple(slice(at, at + many) for at, many in zip(start, size, strict=True))
+        assert np.array_equal(_of(rows, hidden, *part), want[box])
+    flat = ((3, 1), (3 * length - 4, 8))
+    assert np.array_equal(_of(rows, (3 * length, 9), *flat), want.reshape(-1, 9)[3:-1, 1:])
+    want = _of(ordered, weights)[:, :, tokens][..., tokens]
+    assert np.array_equal(_of(rows, weights, (0, 1, 1, 2), (3, 4, length - 1, 2)), want[:, 1:, 1:, 2:4])
+    assert np.array_equal(_of(rows, (3, 2)), _of(ordered, (3, 2)))
+
+
 def test_which_tensors_have_samples():
     four, one = SampleRows(8, 4), SampleRows(8, 1)
     assert [four.rows_per_sample(shape) for shape in ((4,), (4, 1), (8, 3), (20, 2, 2))] == [1, 1, 2, 5]

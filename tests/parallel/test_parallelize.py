@@ -202,15 +202,14 @@ def test_parameters_lie_on_the_whole_mesh(degrees):
     threads(4).run(work)
 
 
-def _with_dropout(degrees, microbatches, recompute=None):
+def _with_dropout(degrees, microbatches, recompute=None, order="contiguous"):
     hp.manual_seed(5)
-    return train(
-        hp.parallelize(build("gpt2_dropout"), degrees, microbatches=microbatches, recompute=recompute), batch()
-    )
+    options = {"microbatches": microbatches, "recompute": recompute, "order": order}
+    return train(hp.parallelize(build("gpt2_dropout"), degrees, **options), batch())
 
 
 def test_dropout_draws_the_bits_of_one_process():
-    """Also under recomputation; another seed and the next step draw others."""
+    """Also under recomputation and in another order of tokens; another seed and the next step draw others."""
     build("gpt2_dropout")
     (want,) = threads(1).run(_with_dropout, "dp_shard=1", 1)
     without = on_one_device("gpt2", batch())
@@ -221,7 +220,8 @@ def test_dropout_draws_the_bits_of_one_process():
         ("dp_replicate=2", 3, "full"),
         ("tp=2", 2, "full"),
         ("dp_shard=2, cp=2", 2, None),
+        ("cp=2", 2, "full", "zigzag"),
     ]
-    for degrees, microbatches, recompute in cases:
-        for got in threads(LAYOUTS[degrees]).run(_with_dropout, degrees, microbatches, recompute):
+    for case in cases:
+        for got in threads(LAYOUTS[case[0]]).run(_with_dropout, *case):
             assert_same(got, want, rtol=1e-9, atol=1e-9)

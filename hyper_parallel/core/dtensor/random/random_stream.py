@@ -76,41 +76,54 @@ class GlobalRegion:
         if not self.num_elements:
             return
         shape, dim_of_samples = self.global_shape, None
+        places: dict[int, np.ndarray] = {}
         per_sample = None if rows is None else rows.rows_per_sample(shape)
         if rows is not None and per_sample is not None:
-            dim_of_samples = rows.dim
+            dim_of_samples, places = rows.dim, rows.places_of_tokens(shape)
             shape = (*shape[: rows.dim], per_sample, *shape[rows.dim + 1 :])
             if math.prod(shape) > SAMPLE_STRIDE:
                 raise ValueError(f"{self!r}: a random tensor has at most 2**40 elements per sample")
-        num_outer_dims, run_length = self._runs(0 if dim_of_samples is None else dim_of_samples + 1)
-        outer_shape = self.sizes[:num_outer_dims]
-        num_runs = math.prod(outer_shape)
+        outer, run_length = self._runs(0 if dim_of_samples is None else dim_of_samples + 1, places)
         strides = _row_major_strides(shape)
-        first = sum(self.offsets[dim] * strides[dim] for dim in range(len(shape)) if dim != dim_of_samples)
+        num_runs = math.prod(map(len, outer))
         runs_per_piece = max(1, max_elements // run_length)
         for run in range(0, num_runs, runs_per_piece):
             run_numbers = np.arange(run, min(run + runs_per_piece, num_runs))
-            starts = np.full(len(run_numbers), first, dtype=np.uint64)
-            if num_outer_dims:
-                for dim, places in enumerate(np.unravel_index(run_numbers, outer_shape)):
-                    indices = places.astype(np.uint64)
+            starts = np.zeros(len(run_numbers), dtype=np.uint64)
+            if outer:
+                for dim, numbers in enumerate(np.unravel_index(run_numbers, tuple(map(len, outer)))):
+                    indices = outer[dim][numbers]
                     if rows is not None and dim == dim_of_samples:
-                        indices += np.uint64(self.offsets[dim])
                         samples, indices = np.divmod(indices, np.uint64(shape[dim]))
                         starts += (samples + np.uint64(rows.first)) * np.uint64(SAMPLE_STRIDE)
                     starts += indices * np.uint64(strides[dim])
             for begin in range(0, run_length, max_elements):
                 yield starts + np.uint64(begin), min(max_elements, run_length - begin)
 
-    def _runs(self, least_outer: int) -> tuple[int, int]:
-        """How many leading dims, at least so many, enumerate the runs of consecutive elements, and a run's length."""
-        dim, length = len(self.global_shape), 1
+    def _runs(self, least_outer: int, places: dict[int, np.ndarray]) -> tuple[list[np.ndarray], int]:
+        """The indices, in each of the leading dims, at which runs of consecutive elements begin, and a run's length; at
+        least so many dims. The entries of a dim in ``places`` lie there, and not one behind the other."""
+
+        def indices(dim: int, step: int = 1) -> np.ndarray:
+            start, size = self.offsets[dim], self.sizes[dim]
+            if dim in places:
+                return places[dim][start : start + size : step].astype(np.uint64)
+            return np.arange(0, size, step).astype(np.uint64) + np.uint64(start)
+
+        dim, length, begins = len(self.global_shape), 1, []
         while dim > least_outer:
             dim -= 1
-            length *= self.sizes[dim]
-            if self.sizes[dim] != self.global_shape[dim]:
+            stretch = _common_stretch(indices(dim)) if dim in places else self.sizes[dim]
+            length, begins = length * stretch, [indices(dim, stretch)]
+            if stretch != self.global_shape[dim]:
                 break
-        return dim, length
+        return [*map(indices, range(dim)), *begins], length
+
+
+def _common_stretch(indices: np.ndarray) -> int:
+    """The largest length of which all stretches of consecutive indices are multiples."""
+    ends = np.flatnonzero(np.diff(indices) != 1) + 1
+    return math.gcd(len(indices), *ends.tolist())
 
 
 def words_of_region(draw: Draw, region: GlobalRegion, bits: int, max_elements: int) -> Iterator[np.ndarray]:
@@ -122,7 +135,7 @@ def words_of_region(draw: Draw, region: GlobalRegion, bits: int, max_elements: i
     # very short runs a piece is limited by its blocks.
     capacity = max_elements // words_per_block + 2
     generator: PhiloxBlocks | None = None
-    is_ordered = draw.rows is None or draw.rows.dim == 0
+    is_ordered = draw.rows is None or (draw.rows.dim == 0 and draw.rows.tokens is None)
     for starts, length in region.spans(max_elements, draw.rows):
         blocks_per_run = (length + words_per_block - 2) // words_per_block + 1
         runs_per_call = max(1, capacity // blocks_per_run)

@@ -17,13 +17,21 @@ What the rule cannot know: a tensor of two or more dims whose dim 0 has another 
 well, equal on all ranks that hold the same rows, but its numbers depend on `count`: draw it under
 :func:`~.sample_address.without_samples`. Where *activations* have their samples in another dim, as in a model that
 computes on (sequence, batch, features), say so: `SampleRows(first, count, dim=1)`.
+
+Note [Tokens in another order]
+Where tokens do not lie in the order of their sequence, the element of a token has the index that it would have there.
+Of a tensor with samples these dims run over the n tokens: dim 0 with n rows for each sample (flattened), the last two
+of four if both have n entries (weights of attention), else the first behind the samples that has n. Where another dim
+has n entries by chance, it is drawn in that order: other numbers than on one device, but random ones.
 """
 
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+import numpy as np
 
 SAMPLE_STRIDE = 2**40
 """Indices that each sample has for its elements."""
@@ -36,7 +44,8 @@ class SampleRows:
     """The samples `first` to `first + count - 1` of the global batch, which dim `dim` of a micro-batch holds in order.
 
     `total`, the number of samples in the global batch, is only looked at to find mistakes. `runs_along` tells of a
-    sample that stands in where there is none, and does not count.
+    sample that stands in where there is none, and does not count. `tokens[place]` is the index in the sequence of the
+    token that lies at `place`, where that is not `place`; see Note [Tokens in another order].
     """
 
     first: int
@@ -44,6 +53,7 @@ class SampleRows:
     total: int | None = None
     dim: int = 0
     runs_along: bool = False
+    tokens: np.ndarray | None = field(default=None, compare=False, repr=False)
 
     def rows_per_sample(self, shape: tuple[int, ...]) -> int | None:
         """How many rows of a tensor of this (global) shape belong to a sample; None if it has no samples."""
@@ -52,6 +62,20 @@ class SampleRows:
         if len(shape) == 1 and (shape[0] == 1 or shape[0] != self.count):
             return None
         return shape[self.dim] // self.count
+
+    def places_of_tokens(self, shape: tuple[int, ...]) -> dict[int, np.ndarray]:
+        """For each dim of a tensor with samples that runs over tokens, the indices that its entries would have in the
+        order of the sequence; none where they have them."""
+        if self.tokens is None:
+            return {}
+        num_tokens = len(self.tokens)
+        if shape[0] == self.count * num_tokens:
+            samples = np.arange(self.count)[:, None] * num_tokens
+            return {0: (samples + self.tokens).reshape(-1)}
+        if len(shape) == 4 and shape[2] == shape[3] == num_tokens:
+            return {2: self.tokens, 3: self.tokens}
+        behind = shape[1:]
+        return {1 + behind.index(num_tokens): self.tokens} if num_tokens in behind else {}
 
 
 def checked_rows(rows: Any) -> SampleRows:
@@ -71,4 +95,4 @@ def checked_rows(rows: Any) -> SampleRows:
             f"draws_by_sample: rows {numbers[0]} to {end - 1}{of_total} in dim {numbers[2]} are none: first, count and "
             f"dim cannot be negative, nor first + count more than the batch or {_MAX_SAMPLES}"
         )
-    return SampleRows(numbers[0], numbers[1], total, numbers[2], given.runs_along)
+    return replace(given, first=numbers[0], count=numbers[1], total=total, dim=numbers[2])
