@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import hyper_parallel as hp
-from tests.context_parallel.cases import KINDS, Case, check
+from tests.context_parallel.cases import KINDS, Case, check, documents_of, values
 from tests.frameworks import assert_close, distribute_tensor, equal, same_bits
 from tests.world import run_on_ranks, small_or_sweep
 
@@ -59,6 +59,27 @@ def test_with_heads_or_the_batch_on_another_axis(name: str, tokens: int) -> None
             for key_heads, kind in ((2, "causal"), (1, "padded")):
                 case = Case(tokens=tokens, key_heads=key_heads, seen=kind, has_sinks=True)
                 check(case, mesh, [other, hp.Shard(2)])
+            check(Case(tokens=tokens, heads=3, key_heads=3), mesh, [other, hp.Shard(2)])
+
+
+@pytest.mark.sweep("mindspore")
+@run_on_ranks(3)
+@pytest.mark.parametrize("name", ["balanced gather", "balanced ring"])
+def test_the_rank_in_the_middle_of_an_odd_number_swaps_nothing(name: str) -> None:
+    with _taking(name):
+        check(Case(tokens=13, key_heads=2), _mesh(), [hp.Shard(2)])
+
+
+@pytest.mark.sweep("mindspore")
+@run_on_ranks(2)
+def test_coordinates_may_be_distributed_tensors() -> None:
+    query = distribute_tensor(values(1, 2, 13, 4), _mesh(), [hp.Shard(2)])
+    documents = documents_of(13)
+    found = [
+        hp.attention(query, query, query, visible=hp.Visibility(causal=True, documents=given)).full_tensor()
+        for given in (documents, distribute_tensor(torch.from_numpy(documents), _mesh(), [hp.Shard(0)]))
+    ]
+    assert same_bits(*found)
 
 
 @pytest.mark.sweep("mindspore")

@@ -41,13 +41,14 @@ def _middle(interval: Interval) -> int:
 def _swap(block: Any, cut: SequenceCut, is_back: bool) -> Any:
     """The rows behind this rank's own first half go to the partner; the partner's come in their place."""
     partner = cut.num_ranks - 1 - cut.me
-    if partner == cut.me:
+    parts: list[Any] = [None] * cut.num_ranks
+    shapes: list[Any] = [None] * cut.num_ranks
+    if partner == cut.me:  # of an odd number of ranks the one in the middle, which all the others expect to take part
+        cut.exchange(parts, shapes, block).wait()
         return _platform.copied(block)
     kept = _middle(cut.mine) - cut.mine[0]
     mine, theirs = (cut.intervals[rank][1] - _middle(cut.intervals[rank]) for rank in (cut.me, partner))
     sent, coming = (theirs, mine) if is_back else (mine, theirs)
-    parts: list[Any] = [None] * cut.num_ranks
-    shapes: list[Any] = [None] * cut.num_ranks
     parts[partner] = block.narrow(2, kept, sent) if sent else None
     shapes[partner] = (*block.shape[:2], coming, block.shape[3]) if coming else None
     came = cut.exchange(parts, shapes, block).wait()[partner]
