@@ -235,7 +235,8 @@ def attention_outline(query: Any, key: Any, value: Any, sinks: Any = None, *, ho
 
 def _attention(call: OpCall) -> Signature:
     query, key, value = call.tensors[:3]
-    together = key.shape[1] % _num_parts(query, 1) == 0
+    shares_heads = query.shape[1] != key.shape[1]
+    together = not shares_heads or key.shape[1] % _num_parts(query, 1) == 0
     key_heads = _HEADS if together else None
     meets = _QUERIES if _meet_where_they_are(query, key, value) else None
     inputs: list[Labels] = [
@@ -247,7 +248,7 @@ def _attention(call: OpCall) -> Signature:
     return Signature(
         tuple(inputs),
         (("a", _HEADS, _QUERIES, _FEATURES),),
-        divisors={_HEADS: key.shape[1]} if together else {},
+        divisors={_HEADS: key.shape[1]} if together and shares_heads else {},
         linear=(frozenset({2}),),
         local=_attend_as_called,
     )
