@@ -86,11 +86,14 @@ class Visibility:
         if self.causal:
             self.right = 0 if self.right is None else min(self.right, 0)
         self.function, self.offset = function, int(offset)
-        self._given = {"documents": documents, "positions": positions, "valid": valid}
-        for name, value in self._given.items():
+        given = {"documents": documents, "positions": positions, "valid": valid}
+        for name, value in given.items():
             if value is not None and getattr(value, "ndim", 0) not in (1, 2):
                 got = tuple(value.shape) if hasattr(value, "shape") else repr(value)
                 raise ValueError(f"Visibility: {name} must be of shape (tokens,) or (batch, tokens), got {got}")
+        self._given = {
+            name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in given.items()
+        }
         self._first_row = 0
         self._extents: dict[tuple[Interval, bool], _Extent] = {}
         self._parts: dict[tuple[int, int], Visibility] = {}
@@ -133,9 +136,8 @@ class Visibility:
             part.__dict__.update(self.__dict__)
             part._given = {
                 name: value if value is None or value.ndim == 1 or value.shape[0] == 1 else value[start : start + count]
-                for name, value in self._whole.items()
+                for name, value in self._given.items()
             }
-            part.__dict__.pop("_whole", None)
             part.__dict__.pop("hosted", None)
             part._first_row = self._first_row + start
             part._extents, part._parts, part._on_device, part.known = {}, {}, {}, {}
@@ -143,16 +145,10 @@ class Visibility:
         return part
 
     @cached_property
-    def _whole(self) -> dict[str, Any]:
-        return {
-            name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in self._given.items()
-        }
-
-    @cached_property
     def hosted(self) -> dict[str, np.ndarray | None]:
         """The coordinates as numpy arrays of (rows, tokens); those that cannot be read are left out."""
         hosted: dict[str, np.ndarray | None] = {}
-        for name, value in self._whole.items():
+        for name, value in self._given.items():
             if value is None:
                 hosted[name] = None
             elif isinstance(value, np.ndarray):
@@ -365,7 +361,7 @@ class Visibility:
         key = f"{name} {device}"
         value = self._on_device.get(key)
         if value is None:
-            value = self._whole[name]
+            value = self._given[name]
             if isinstance(value, np.ndarray):
                 value = _platform.from_numpy(value, _platform.str_to_dtype(str(value.dtype)), device)
             elif str(value.device) != str(device):
