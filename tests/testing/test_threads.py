@@ -14,6 +14,7 @@ import torch
 
 import hyper_parallel as hp
 from hyper_parallel.platform import EXISTING_COMM_GROUPS
+from hyper_parallel.platform.shared import membership
 from hyper_parallel.testing import Deadlock, threads
 
 only_on = "torch"  # a record of operators per process, as MindSpore has, lets only one rank in
@@ -181,6 +182,21 @@ def test_settings_recorders_and_warnings_are_those_of_each_rank():
     assert threads(2).run(program) == [(torch.float64, 1, 1), (torch.float32, 1, 0)]
     assert (torch.get_default_dtype(), warnings.filters[:]) == before[:2]
     assert torch.equal(torch.get_rng_state(), before[2])
+
+
+def test_state_that_a_rank_declares_begins_as_it_was_in_every_rank_and_run(monkeypatch):
+    """The module of it was imported by the first rank."""
+    monkeypatch.setattr(membership, "_states", [*membership._states])
+    state = ["first"]
+
+    def rank():
+        if platform.get_rank() == 0 and len(membership._states) == declared:
+            membership.list_belongs_to_rank(state)
+        found, state[0] = state[0], "later"
+        return found
+
+    declared = len(membership._states)
+    assert [threads(2).run(rank) for _ in range(2)] == [["first", "first"], ["first", "first"]]
 
 
 def test_groups_and_meshes_are_those_of_each_rank():

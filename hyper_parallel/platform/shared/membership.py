@@ -94,7 +94,7 @@ def as_member(member: Member) -> Iterator[Member]:
 
 # ---------------------------------------------------------------- state of the process that belongs to a rank
 
-_states: list[tuple[Callable[[], Any], Callable[[Any], None]]] = []
+_states: list[tuple[Callable[[], Any], Callable[[Any], None], Any]] = []  # save, load, what it was when declared
 
 
 def belongs_to_rank(save: Callable[[], Any], load: Callable[[Any], None]) -> None:
@@ -102,7 +102,7 @@ def belongs_to_rank(save: Callable[[], Any], load: Callable[[Any], None]) -> Non
 
     ``save()`` gives it, ``load(saved)`` brings it back.
     """
-    _states.append((save, load))
+    _states.append((save, load, save()))
 
 
 def list_belongs_to_rank(values: list[Any]) -> None:
@@ -116,10 +116,11 @@ def list_belongs_to_rank(values: list[Any]) -> None:
 
 def save_state_of_rank() -> list[Any]:
     """All that was declared, as it is now."""
-    return [save() for save, _ in _states]
+    return [save() for save, _, _ in _states]
 
 
 def load_state_of_rank(saved: list[Any]) -> None:
-    """Back to what :func:`save_state_of_rank` gave; what was declared since then stays as it is."""
-    for (_, load), value in zip(_states, saved, strict=False):
-        load(value)
+    """Back to what :func:`save_state_of_rank` gave; what was declared since then, by a module that a rank imported, to
+    what it was when it was declared."""
+    for place, (_, load, first) in enumerate(_states):
+        load(saved[place] if place < len(saved) else first)
