@@ -22,6 +22,7 @@ class _Given:
     def __init__(self) -> None:
         mesh = hp.init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
         self.x = hp.distribute_tensor(torch.randn(2, TOKENS, 3), mesh, [hp.Shard(1)])
+        self.wide = hp.distribute_tensor(torch.randn(2, TOKENS, TOKENS), mesh, [hp.Shard(1)])
         self.ids = hp.distribute_tensor(torch.arange(2 * TOKENS).reshape(2, TOKENS) % 5, mesh, [hp.Shard(1)])
         self.table = hp.distribute_tensor(torch.randn(20, 3), mesh, [hp.Replicate()])
 
@@ -57,6 +58,7 @@ ALLOWED: Calls = {
     "flattened and back": lambda given: given.x.flatten(0, 1).reshape(2, TOKENS, 3) + given.x,
     "heads": lambda given: given.x.view(2, TOKENS, 3, 1).transpose(1, 2),
     "features": lambda given: torch.cat([given.x[..., :2], given.x[..., 2:]], -1) + given.x.split(1, -1)[0],
+    "as many features as tokens": lambda given: torch.cat([-given.wide, given.wide], -1),
     "looked up": lambda given: given.x + F.embedding(given.ids, given.table),
     "something for each feature": lambda given: given.x * torch.arange(3),
     "an empty cache": lambda given: torch.cat([given.x.new_zeros(0), given.x], 1),

@@ -167,7 +167,7 @@ def _goes_along(guard: OrderGuard, call: OpCall, signature: Signature) -> bool:
         sharded = [guard.is_sharded(spec.layout, dim) for dim in range(spec.ndim)]
         for dim, (letter, size) in enumerate(zip(labels, spec.shape, strict=True)):
             mixes = letter is None or letter in signature.handled or (name in _SLICES and letter in signature.reduces)
-            may_be_whole = size == guard.num_tokens > 1 and not (name in _SLICES and any(sharded))
+            may_be_whole = size == guard.num_tokens > 1 and not (name in _SLICES | _JOINING and any(sharded))
             if mixes and (sharded[dim] or may_be_whole):
                 return True
         if name in _SLICES and not any(sharded) and _is_cut_to(guard.num_tokens, spec.shape, call.outputs):
