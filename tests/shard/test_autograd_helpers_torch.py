@@ -121,13 +121,16 @@ def test_gradients_of_gradients_through_redistributions() -> None:
         return torch.autograd.grad(first.square().sum(), x)[0]
 
     expected = second_order(value.clone().requires_grad_(), lambda x: x.pow(3) * x)
+    reordered = hp.init_device_mesh("cpu", (2,), mesh_dim_names=("r",), rank_list=(1, 0))
+    pending_elsewhere = hp.Layout.from_placements(reordered, [hp.Partial()], 2)
     for start in layouts:
-        for middle in layouts:
+        for middle in [*layouts, pending_elsewhere]:
             for end in layouts:
                 found = second_order(
                     hp.distribute_tensor(value.clone().requires_grad_(), mesh, start),
                     lambda x, middle=middle, end=end: (
-                        x.redistribute(mesh, middle).redistribute(mesh, end).pow(3) * x.redistribute(mesh, end)
+                        (x.redistribute(middle.mesh, middle) * 1).redistribute(mesh, end).pow(3)
+                        * x.redistribute(mesh, end)
                     ),
                 )
                 torch.testing.assert_close(found.full_tensor(), expected)

@@ -118,7 +118,7 @@ def _sums(layout: Layout) -> list[int]:
 
 def _entering_edge(gradient: Any, source: Layout, target: Layout) -> Any:
     """The gradient of what an edge made a pending sum; see Note [Gradients of gradients]."""
-    if not target.has_partial or not _platform.needs_grad(gradient) or source.mesh != target.mesh:
+    if not target.has_partial or not _platform.needs_grad(gradient):
         return gradient
     pending = _sums(source)
     return _platform.count_on_one_rank(gradient, target.mesh, [axis for axis in _sums(target) if axis not in pending])
@@ -149,12 +149,14 @@ def redistribute_with_grad(
             return _platform.detached(move(_platform.detached(tensor), source, target, shape))
         in_flight.append(launch_move(_platform.detached(tensor), source, target, shape))
         return unset_block(tensor, target, shape)
+    if source.mesh != target.mesh and target.has_partial:
+        tensor, source = redistribute_with_grad(tensor, source, target.reduced(), shape), target.reduced()
+        if target.mesh.get_coordinate() is None:
+            return tensor
     if source.has_partial or target.has_partial:
         tensor, source = _reduce_non_linear(_platform.local_alias(tensor), source, target, shape)
         spread_axes = [
-            axis
-            for axis, op in enumerate(target.partials)
-            if op in _NON_LINEAR and (source.mesh != target.mesh or source.partials[axis] != op)
+            axis for axis, op in enumerate(target.partials) if op in _NON_LINEAR and source.partials[axis] != op
         ]
         if spread_axes:
             return _spread_non_linear(tensor, source, target, spread_axes, shape)
