@@ -135,7 +135,8 @@ def _bincount(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     """
     bound = {**dict(zip(("input", "weights", "minlength"), args, strict=False)), **kwargs}
     tensor, weights = bound["input"], bound.get("weights")
-    if not isinstance(tensor, DTensor) or tensor.ndim != 1 or tensor._layout.has_partial:
+    has_computed_length = isinstance(bound.get("minlength"), DTensor)
+    if not isinstance(tensor, DTensor) or tensor.ndim != 1 or tensor._layout.has_partial or has_computed_length:
         return run_gathered(func, args, kwargs)
     layout, mesh = tensor._layout, tensor.device_mesh
     axes = layout.shard_axes[0]
