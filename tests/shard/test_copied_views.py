@@ -252,3 +252,34 @@ def test_saving_and_copying_a_model_with_views() -> None:
             torch.testing.assert_close(getattr(copied, name).detach().full_tensor(), value)
         module.load_state_dict(loaded)
         torch.testing.assert_close(module.weight.detach().full_tensor(), _base()[2:5])
+
+
+@run_on_ranks(2)
+def test_a_view_stays_where_it_was_taken_when_the_program_moves_its_position() -> None:
+    mesh = hp.init_device_mesh("cpu", (2,))
+    takes = [lambda x, at, sizes: x[at], lambda x, at, sizes: x[at:], lambda x, at, sizes: x.split(sizes)[1]]
+    for take in takes:
+        for layout in layouts_of(mesh, _base(), False):
+            base = hp.distribute_tensor(_base(), mesh, layout)
+            at, sizes = torch.tensor(1), [2, 4]
+            view = take(base, at, sizes)
+            at.add_(2)
+            sizes[:] = [3, 3]
+            base.mul_(10)
+            torch.testing.assert_close(view.full_tensor(), take(_base() * 10, 1, [2, 4]))
+
+
+@run_on_ranks(2)
+def test_views_taken_under_no_grad_follow_their_base() -> None:
+    mesh = hp.init_device_mesh("cpu", (2,))
+    for take in (VIEWS["split"], VIEWS["slice"], VIEWS["last row"], VIEWS["reshape"]):
+        for layout in layouts_of(mesh, _base(), False):
+            base = hp.distribute_tensor(_base(), mesh, layout).requires_grad_() * 1
+            with torch.no_grad():
+                view = take(base)
+                base.mul_(2)
+                torch.testing.assert_close(view.full_tensor(), take(_base() * 2))
+                view.add_(1)
+                whole = _base() * 2
+                take(whole).add_(1)
+                torch.testing.assert_close(base.full_tensor(), whole)

@@ -44,7 +44,11 @@ class _Source:
     index: int | None
     version: int | None  # of the base when the view was last like it
     shares: bool  # the view lies in the memory of its base, which is such a view itself
+    is_recorded: bool  # taken where gradients are recorded
     is_view: bool | None = None  # None: not asked yet
+
+    def __post_init__(self) -> None:
+        self.args, self.kwargs = _frozen(self.args), {name: _frozen(value) for name, value in self.kwargs.items()}
 
     def call(self, base: Any) -> Any:
         result = self.func(base, *self.args, **self.kwargs)
@@ -73,6 +77,15 @@ class _Source:
         sent = _platform.index_tensor([[int(answer)]], mesh.device_type)
         _platform.broadcast(sent, mesh.rank_list[0], mesh.get_group(tuple(range(mesh.ndim))))
         return bool(sent.item())
+
+
+def _frozen(value: Any) -> Any:
+    """What the program may change later (a position in a tensor, a list of sizes) as it is now."""
+    if _platform.is_tensor(value):
+        return value.clone()
+    if isinstance(value, slice):
+        return slice(_frozen(value.start), _frozen(value.stop), _frozen(value.step))
+    return tuple(map(_frozen, value)) if type(value) in (list, tuple) else value
 
 
 class CopiedView(DTensor):
@@ -121,8 +134,8 @@ class CopiedView(DTensor):
             if not source.is_view_on_one_device():
                 self._source = None
                 return self
-            is_leaf = self.is_leaf and self.requires_grad
-            with _platform.no_grad() if is_leaf else _platform.recording():
+            is_recorded = source.is_recorded and not (self.is_leaf and self.requires_grad)
+            with _platform.recording() if is_recorded else _platform.no_grad():
                 again = source.call(source.base)
                 again._source = None
                 _platform.fill_block(self, _block(again.redistribute(self.device_mesh, self._layout)))
@@ -280,7 +293,8 @@ def _linked(
         item = _platform.as_dtensor(DTensor, _block(item).clone(), item._layout, item._global_shape)
         shares = False
     item.__class__ = CopiedView
-    item._source = _Source(base, name, func, args, kwargs, index, _platform.version_of(base), shares)
+    version = _platform.version_of(base)
+    item._source = _Source(base, name, func, args, kwargs, index, version, shares, _platform.is_recording())
     return item
 
 
