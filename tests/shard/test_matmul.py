@@ -40,6 +40,8 @@ WITH_TERMS = [
     Sample("nn.functional.linear", (tensor(2, 3, 4), tensor(5, 4, seed=1), tensor(5, seed=2))),
     Sample("nn.functional.linear", (tensor(4), tensor(5, 4, seed=1), tensor(5, seed=2))),
     Sample("nn.functional.linear", (tensor(3, 4), tensor(5, 4, seed=1)), {"bias": tensor(5, seed=2)}),
+    Sample("nn.functional.linear", (tensor(3, 4), tensor(5, 4, seed=1), tensor(1, seed=2))),
+    Sample("nn.functional.linear", (tensor(3, 4), tensor(5, 4, seed=1), tensor())),
     Sample("nn.functional.bilinear", (tensor(3, 2), tensor(3, 4, seed=1), tensor(5, 2, 4, seed=2), tensor(5, seed=3))),
     Sample("nn.functional.bilinear", (tensor(3, 2), tensor(3, 4, seed=1), tensor(5, 2, 4, seed=2))),
     Sample("addmm", (tensor(5, 3), tensor(5, 4, seed=1), tensor(4, 3, seed=2)), {"beta": 0.5, "alpha": 2}),

@@ -38,6 +38,23 @@ def test_sparse_and_nested_tensors() -> None:
     torch.testing.assert_close(made.to_dense(), tensor(4, 4))
 
 
+@run_on_ranks(2)
+def test_plain_tensors_without_dims_are_counted_among_the_tensors() -> None:
+    mesh = hp.init_device_mesh("cpu", (2,))
+    calls = [
+        lambda x, two: torch.nn.functional.embedding(two, x),
+        lambda x, two: torch.nn.functional.cross_entropy(x[0], two),
+        lambda x, two: torch.nn.functional.mse_loss(x, two.double()),
+        lambda x, two: torch.broadcast_tensors(x, two)[1],
+        lambda x, two: torch.tensordot(x, two.double(), 0),
+        lambda x, two: torch.meshgrid(x[0], two.double(), indexing="ij")[1],
+    ]
+    for call in calls:
+        for placement in (hp.Shard(0), hp.Shard(1), hp.Replicate()):
+            found = call(hp.distribute_tensor(tensor(4, 3), mesh, [placement]), torch.tensor(2))
+            torch.testing.assert_close(found.full_tensor(), call(tensor(4, 3), torch.tensor(2)))
+
+
 @pytest.mark.processes("torch.compile keeps one state per process")
 @run_on_ranks(2)
 def test_compiled_code_runs_on_distributed_tensors_as_it_is() -> None:

@@ -158,7 +158,7 @@ def intercept(kind: type, func: Callable[..., Any], types: Any, args: Any = (), 
     except MixedMeshesError as error:
         return intercept(kind, func, types, *on_one_mesh(args, kwargs, error))
     except PlainScalarError:
-        return intercept(kind, func, types, *plain_as_replicated(args, kwargs))
+        return intercept(kind, func, types, *plain_as_replicated(args, kwargs, scalars=True))
     except PartialWriteError:
         if not _finish_own_sum(func, args, kwargs):
             raise

@@ -115,22 +115,26 @@ def _require_alike(tensor: DTensor) -> None:
 
 
 class PlainScalarError(RuntimeError):
-    """A plain tensor without dims that needs a gradient meets a distributed one: the call is made again with it whole.
+    """A plain tensor without dims meets a distributed one, and the call is to be made again with it whole.
 
-    Without that each rank would get the gradient from its own block only.
+    Where it needs a gradient each rank would get that from its own block only, and rules count tensors.
     """
 
 
-def plain_as_replicated(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def plain_as_replicated(
+    args: tuple[Any, ...], kwargs: dict[str, Any], scalars: bool = False
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments with plain tensors as whole DTensors on the mesh of the DTensors among them.
 
-    Those with dims only under :class:`implicit_replication`, those without only where they need a gradient. An error
-    where others have other plain tensors: see :func:`samples_differ_beyond`.
+    Those with dims only under :class:`implicit_replication`, those without only where they need a gradient, or all with
+    ``scalars``. An error where others have other plain tensors: see :func:`samples_differ_beyond`.
     """
     with_dims, are_others = replicating.depth > 0, replicating.alike_on is not None
 
     def is_meant(value: Any) -> bool:
-        return _platform.is_dense_tensor(value) and (with_dims if value.ndim else _platform.needs_grad(value))
+        return _platform.is_dense_tensor(value) and (
+            with_dims if value.ndim else scalars or _platform.needs_grad(value)
+        )
 
     has_plain, widest = False, None
     stack: list[Any] = [*args, *kwargs.values()]

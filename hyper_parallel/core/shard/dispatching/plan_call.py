@@ -17,12 +17,12 @@ from hyper_parallel.core.shard.dispatching.copied_views import (
     local_is_view_but_global_is_not,
 )
 from hyper_parallel.core.shard.dispatching.input_edges import bring_input
-from hyper_parallel.core.shard.dispatching.mixing import PartialWriteError, refuse_plain, same_mesh
+from hyper_parallel.core.shard.dispatching.mixing import PartialWriteError, PlainScalarError, refuse_plain, same_mesh
 from hyper_parallel.core.shard.dispatching.order_guard import watched
 from hyper_parallel.core.shard.dispatching.reduce_later import keep_for_later
 from hyper_parallel.core.shard.dispatching.strategy import Choice, choose
 from hyper_parallel.core.shard.dispatching.strict_mode import check_implicit
-from hyper_parallel.core.shard.rule_kit.rule_table import Rule, find_rule
+from hyper_parallel.core.shard.rule_kit.rule_table import Rule, counts_scalars, find_rule
 from hyper_parallel.core.shard.rule_kit.signature import LocalCall, OpCall, Signature, TensorSpec
 from hyper_parallel.platform import get_platform
 
@@ -90,7 +90,8 @@ def describe_call(
         return None
     paths: list[Path] = []
     found: list[DTensor] = []
-    _collect(name, (*args, *kwargs.values()), [*range(len(args)), *kwargs], paths, found)
+    may_have_scalars = not counts_scalars(name, func)
+    _collect(name, (*args, *kwargs.values()), [*range(len(args)), *kwargs], paths, found, may_have_scalars)
     mesh = None
     for tensor in found:
         mesh = same_mesh(name, mesh, tensor)
@@ -113,15 +114,19 @@ def _is_in_place(call: OpCall) -> bool:
     return (call.name.endswith("_") and not call.name.endswith("__")) or call.kwargs.get("inplace") is True
 
 
-def _collect(name: str, values: Any, keys: Any, paths: list[Path], found: list[DTensor], prefix: Path = ()) -> None:
+def _collect(
+    name: str, values: Any, keys: Any, paths: list[Path], found: list[DTensor], scalars: bool, prefix: Path = ()
+) -> None:
     for key, value in zip(keys, values, strict=True):
         if isinstance(value, DTensor):
             paths.append((*prefix, key))
             found.append(value)
         elif isinstance(value, (list, tuple)):
-            _collect(name, value, range(len(value)), paths, found, (*prefix, key))
+            _collect(name, value, range(len(value)), paths, found, scalars, (*prefix, key))
         else:
             refuse_plain(name, value)
+            if not scalars and _platform.is_tensor(value):
+                raise PlainScalarError
 
 
 def _describe(

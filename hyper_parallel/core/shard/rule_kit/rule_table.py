@@ -61,6 +61,12 @@ def ignores_scalars(name: str) -> bool:
     return name in _scalars_ignored or name.rstrip("_") in _scalars_ignored
 
 
+def counts_scalars(name: str, function: Callable[..., Any]) -> bool:
+    """Whether the rule counts tensors without dims among the tensors, so that these must be distributed ones too."""
+    is_index = name in ("getitem", "setitem")
+    return not is_index and function not in _function_rules and not ignores_scalars(name)
+
+
 def depends_on_dtypes(name: str) -> bool:
     """Whether the dtypes of the tensors belong to the look-up."""
     return name in _dtypes_matter or name.rstrip("_") in _dtypes_matter

@@ -48,7 +48,9 @@ def linear(call: OpCall) -> Signature:
     batch = letters(x.ndim - 1)
     out_label: Labels = ("N",) if weight.ndim == 2 else ()
     product = ((*batch, "K"), (*out_label, "K"))
-    return _plus_term(call, 2, product, out_label, (*batch, *out_label), {"K": "sum"})
+    output = (*batch, *out_label)
+    term = align(call.tensors[2].shape, output, call.outputs[0]) if len(call.tensors) > 2 else ()
+    return _plus_term(call, 2, product, term, output, {"K": "sum"})
 
 
 @rule("bilinear")
