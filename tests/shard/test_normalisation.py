@@ -26,6 +26,12 @@ def instance_norm(x, mean, var, weight=None, bias=None, use_input_stats=True):
     return result, mean, var
 
 
+def batch_norm_with_update(x, mean, var):
+    mean, var = mean.detach().clone(), var.detach().clone()
+    result, *saved = torch.ops.aten._batch_norm_with_update(x, None, None, mean, var, 0.3, 1e-5)
+    return [result, saved[0], mean, var]
+
+
 def native_batch_norm_in_evaluation(x, mean, var):
     result, *saved = torch.native_batch_norm(x, None, None, mean.detach(), var.detach(), False, 0.1, 1e-5)
     assert [tuple(one.shape) for one in saved] == [(0,), (0,)]  # as on one device
@@ -74,6 +80,8 @@ BATCH = [
     Sample(batch_norm, (tensor(3, 2, 4), *statistics(2))),
     Sample(batch_norm, (tensor(3, 4, 2, 3), *statistics(4))),
     Sample(batch_norm, (tensor(5, 1), *statistics(1))),
+    Sample(batch_norm, (tensor(0, 2, 3), *statistics(2))),
+    Sample(batch_norm_with_update, (tensor(3, 2, 4), *statistics(2))),
     Sample(batch_norm, (tensor(5, 3), *statistics(3), tensor(3, seed=1)), {"training": False}),
     Sample("nn.functional.batch_norm", (tensor(5, 3), None, None), {"training": True}),
     Sample(native_batch_norm, (tensor(5, 3), *statistics(3))),

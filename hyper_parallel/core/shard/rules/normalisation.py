@@ -302,6 +302,8 @@ def _instance_norm(call: LocalCall) -> Any:
 
 def _update_running(given: dict[str, Any], mean: Any, variance: Any, count: int) -> None:
     """Move the running statistics towards those of this batch, the variance as an unbiased estimate."""
+    if count == 0:
+        return
     unbiased = variance * (_platform.number_like(count / (count - 1), variance) if count > 1 else math.nan)
     with _platform.no_grad():
         for running, new in ((given["running_mean"], mean), (given["running_var"], unbiased)):
