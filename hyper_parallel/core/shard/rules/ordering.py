@@ -102,6 +102,8 @@ def diff(call: OpCall) -> Signature:
 def bucketize(call: OpCall) -> Signature | None:
     if len(call.tensors) == 1:  # a number is looked for
         return Signature(((None,) * call.tensors[0].ndim,), ((None,) * len(call.outputs[0]),))
+    if call.tensors[1].ndim != 1:
+        return None
     values = letters(call.tensors[0].ndim)
     return Signature((values, (None,)), (values,))
 

@@ -111,31 +111,44 @@ def blocks_of(args: Any, kwargs: Any, gives_nothing: bool = False) -> tuple[tupl
 
 
 def output_shapes(func: Callable[..., Any], args: Any, kwargs: Any) -> list[tuple[int, ...]]:
-    """The global shapes of the tensors that ``func`` returns, found by calling it on tensors without memory."""
-    try:
-        return _shapes_without_memory(func, args, kwargs, keeps_numbers=True)
-    except RuntimeError as error:
-        if "same device" not in str(error):
-            raise
-        return _shapes_without_memory(func, args, kwargs, keeps_numbers=False)
+    """The global shapes of the tensors that ``func`` returns, found by calling it on tensors without memory.
 
-
-def _shapes_without_memory(
-    func: Callable[..., Any], args: Any, kwargs: Any, keeps_numbers: bool
-) -> list[tuple[int, ...]]:
-    """With ``keeps_numbers``, a plain tensor of no dims keeps its value: some functions read it, some refuse it."""
+    What refuses these is called on zeros: it may be right there, and else the error is that of the device's kernels.
+    """
 
     def without_memory(value: Any) -> Any:
         if isinstance(value, DTensorBase):
             return torch.empty(value._global_shape, dtype=value.dtype, device="meta")
-        if isinstance(value, torch.Tensor) and (value.ndim or not keeps_numbers):
-            return torch.empty_like(value, device="meta")
+        return torch.empty_like(value, device="meta") if isinstance(value, torch.Tensor) and value.ndim else value
+
+    def without_numbers(value: Any) -> Any:  # some functions read a plain tensor of no dims, some refuse it
+        return torch.empty_like(value, device="meta") if isinstance(value, torch.Tensor) else value
+
+    def zeros(value: Any) -> Any:  # in one cell of memory
+        if isinstance(value, DTensorBase):
+            return torch.zeros((), dtype=value.dtype, device=value.device).expand(value._global_shape)
         return value
+
+    try:
+        return _shapes_with(without_memory, func, args, kwargs)
+    except Exception as error:
+        if "same device" in str(error):
+            return _shapes_with(lambda value: without_numbers(without_memory(value)), func, args, kwargs)
+        name = get_op_name(func)
+        is_write = (name.endswith("_") and not name.endswith("__")) or name == "setitem" or kwargs.get("inplace")
+        if is_write or depends_on_values(error):
+            raise
+        return _shapes_with(zeros, func, args, kwargs)
+
+
+def _shapes_with(
+    stand_in: Callable[[Any], Any], func: Callable[..., Any], args: Any, kwargs: Any
+) -> list[tuple[int, ...]]:
 
     # Outside of modes: what they count and keep (selective checkpoints do both) is the work of the program, which plans
     # a call only once.
     with outside_of_modes(), torch.no_grad():
-        result = func(*tree_map(without_memory, args), **tree_map(without_memory, kwargs))
+        result = func(*tree_map(stand_in, args), **tree_map(stand_in, kwargs))
     if result is NotImplemented:  # a TypeError lets Python ask the other operand
         raise TypeError(f"unsupported operands: {', '.join(type(arg).__name__ for arg in args)}")
     results = result if isinstance(result, (tuple, list)) else [result]
