@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+_LARGEST = 2**31 - 1  # of a size
+
 
 @dataclass(frozen=True)
 class LlamaConfig:
@@ -29,6 +31,8 @@ class LlamaConfig:
         for name in ("vocab_size", "dim", "num_blocks", "num_heads", "num_kv_heads", "hidden_dim", "max_length"):
             if getattr(self, name) < 1:
                 raise ValueError(f"LlamaConfig: {name} must be at least 1, got {getattr(self, name)}")
+            if getattr(self, name) > _LARGEST:
+                raise ValueError(f"LlamaConfig: {name} must be at most {_LARGEST}, got {getattr(self, name)}")
         if not 0 < self.rope_base < math.inf:
             raise ValueError(f"LlamaConfig: rope_base must be a finite number above 0, got {self.rope_base}")
         if not 0 <= self.norm_eps < math.inf:

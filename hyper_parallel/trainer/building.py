@@ -7,6 +7,7 @@ import importlib
 import json
 from fnmatch import fnmatchcase
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.core.modules.deferred import deferred_init
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from hyper_parallel.trainer.config.sections.model import LoraConfig, ModelConfig
 
 __all__ = ["build_model", "give_values", "model_vocabulary"]
+
+_MOST_SAID = 400  # characters of an error of transformers, which may list all the models there are
 
 
 def build_model(config: ModelConfig, dtype: str) -> Any:
@@ -72,7 +75,7 @@ def _hugging_face(config: ModelConfig) -> Any:
         kind = transformers.AutoConfig.for_model(values.pop("model_type"), **{**values, **config.args})
         return transformers.AutoModelForCausalLM.from_config(kind)
     except Exception as error:  # its configs and models check themselves, each in its own way
-        said = " ".join(str(error).split())
+        said = shorten(str(error), _MOST_SAID)
         raise ValueError(f"model.hugging_face: transformers cannot build the model of '{path}': {said}") from None
 
 

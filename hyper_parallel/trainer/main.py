@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -52,6 +53,8 @@ def start(loaded: LoadedConfig) -> int:
         forecast = None
         if config.launch.forecast:
             forecast = forecast_run(config, *((place.size, place.local_size) if place is not None else ()))
+            if forecast.refused:
+                return _refused(loaded, *_key_and_rest(forecast.refused))
             print(forecast.table(), flush=True)
             if not forecast.fits:
                 return 2
@@ -113,6 +116,12 @@ def _look_at_data(loaded: LoadedConfig) -> int:
         except (OSError, ValueError, RuntimeError) as error:
             return _refused(loaded, key, str(error))
         return stop.exit_code
+
+
+def _key_and_rest(said: str) -> tuple[str, str]:
+    """(the key that an error begins with, the rest); what names no key is about the model."""
+    key, _, what = said.partition(": ")
+    return (key, what) if re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", key) else ("model", said)
 
 
 def _refused(loaded: LoadedConfig, key: str, what: str) -> int:

@@ -9,8 +9,9 @@ import sys
 
 import pytest
 
+from hyper_parallel.trainer import main
 from hyper_parallel.trainer.config import ConfigError, load_config
-from hyper_parallel.trainer.main import start
+from hyper_parallel.trainer.forecast import Forecast
 from tests.commands import command_environment
 
 only_on = "torch"  # imports no framework: once is enough
@@ -435,6 +436,11 @@ def test_hugging_face_models_say_where_their_weights_are_from(tmp_path):
     ]
     (tmp_path / "hf" / "config.json").write_text('\ufeff{"model_type": "llama"}', encoding="utf-8")
     assert "known are model_type" in _mistakes(text.replace("num_layers", "zzz"))[1]
+    (tmp_path / "hf" / "config.json").write_text('{"model_type": "llama", "num_hidden_layers": -1, "vocab_size": 0}')
+    assert _mistakes(text.replace("num_layers = 2", "vocab_size = -3"))[1:] == [
+        "run.toml:2: model.hugging_face: num_hidden_layers of 'hf/config.json' must be at least 1, got -1",
+        "run.toml:4: model.args.vocab_size: vocab_size of 'hf/config.json' must be at least 1, got -3",
+    ]
     (tmp_path / "hf" / "config.json").write_text("{}")
     assert "is not the config of a Hugging Face model: it has no 'model_type'" in _mistakes(text)[0]
     (tmp_path / "hf" / "config.json").write_text("{")
@@ -503,9 +509,25 @@ def test_what_only_a_look_at_the_data_tells_is_said_before_a_start(content, sets
         file.write(content)
     with open("run.toml", "w") as file:
         file.write(GOOD + '[data]\nkind = "text"\npath = "text.txt"\nlength = 64\ncache = "cache"\n')
-    assert start(load_config("run.toml", [JOINED, "launch.forecast=false", *sets])) == 2
+    assert main.start(load_config("run.toml", [JOINED, "launch.forecast=false", *sets])) == 2
     assert capsys.readouterr().err.startswith(said)
     assert sorted(os.listdir()) == ["cache", "run.toml", "text.txt"]
+
+
+@pytest.mark.parametrize(
+    ("refused", "said"),
+    [
+        ("model.args: no such size", "run.toml:3: model.args: no such size\n1 mistake; nothing was started\n"),
+        ("parallelize: no way: none", "run.toml:1: model: parallelize: no way: none\n1 mistake; nothing was started\n"),
+    ],
+)
+def test_what_only_building_the_model_tells_is_said_at_its_key(refused, said, monkeypatch, capsys):
+    monkeypatch.setattr(main, "forecast_run", lambda config: Forecast(1, "", refused=refused))
+    with open("run.toml", "w") as file:
+        file.write(GOOD.replace("[train]", "[model.args]\ndim = 64\n[train]") + '[data]\ncache = "cache"\n')
+    assert main.start(load_config("run.toml", [JOINED, "data.kind=synthetic"])) == 2
+    assert capsys.readouterr().err == said
+    assert os.listdir() == ["run.toml"]
 
 
 def test_the_command_refuses_in_seconds_and_leaves_nothing_behind(tmp_path):

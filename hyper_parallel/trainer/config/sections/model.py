@@ -20,6 +20,7 @@ from hyper_parallel.trainer.config.section import STRICT, Count, Flag, Positive,
 __all__ = ["DEFAULT_TARGETS", "SCRATCH", "LoraConfig", "ModelConfig"]
 
 SCRATCH = "scratch"
+_COUNTS = ("num_hidden_layers", "n_layer", "vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads")
 DEFAULT_TARGETS = ("*proj*", "*attention.*", "*feed_forward.*")
 
 
@@ -138,6 +139,11 @@ class ModelConfig(Section):
             )
             return
         yield from _unknown_args(self.args, list(values), f"{path!r}")
+        for name in _COUNTS:
+            size = self.args.get(name, values.get(name))
+            if type(size) is int and size < 1:
+                key = f"args.{name}" if name in self.args else "hugging_face"
+                yield Problem((key, "hugging_face"), f"{name} of {path!r} must be at least 1, got {size}")
         if self.weights is None:
             yield Problem(
                 ("weights", "hugging_face"),
