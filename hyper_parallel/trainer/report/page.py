@@ -57,7 +57,7 @@ def page(runs: Sequence[RunData]) -> str:
     """The text of the page about one run, or two."""
     try:
         return _page(runs)
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         folders = " or ".join(f"'{run.folder}'" for run in runs)
         raise ValueError(
             f"the files of the run in {folders} have values that no run writes ({type(error).__name__}: {error}); the "

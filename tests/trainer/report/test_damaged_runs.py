@@ -56,9 +56,9 @@ def test_a_run_goes_on_behind_damaged_lines(tmp_path):
     assert [json.loads(line)["event"] for line in (folder / METRICS_FILE).open()] == ["start", "step", "step", "end"]
 
 
-def test_values_that_no_run_writes_are_refused(tmp_path):
-    folder = write_run(tmp_path / "run", [start(), step(1, loss={})])
-    with pytest.raises(
-        ValueError, match=r"^the files of the run in '.*run' have values that no run writes \(TypeError"
-    ):
+@pytest.mark.parametrize(("loss", "error"), [({}, "TypeError"), (10**400, "OverflowError")])
+def test_values_that_no_run_writes_are_refused(tmp_path, loss, error):
+    folder = write_run(tmp_path / "run", [start(), step(1, loss=loss)])
+    said = rf"^the files of the run in '.*run' have values that no run writes \({error}"
+    with pytest.raises(ValueError, match=said):
         write_report([folder])
