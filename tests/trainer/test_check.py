@@ -228,6 +228,22 @@ def test_configs_of_hugging_face_shrink(tmp_path):
     }
 
 
+def test_latent_heads_and_groups_of_experts_fit_each_other(tmp_path):
+    path = tmp_path / "config.json"
+    heads = {"num_attention_heads": 128, "num_key_value_heads": 128, "head_dim": 64, "qk_rope_head_dim": 64}
+    experts = {"n_routed_experts": 256, "n_group": 8, "num_experts_per_tok": 8, "first_k_dense_replace": 3}
+    path.write_text(json.dumps({"model_type": "deepseek_v3", "num_hidden_layers": 61, **heads, **experts}))
+    args = shrink(_config(model={"hugging_face": str(path), "weights": "scratch"}), 1)[0].model.args
+    assert args == {
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "num_hidden_layers": 2,
+        "n_routed_experts": 16,  # two in each of the groups
+        "num_experts_per_tok": 4,
+        "first_k_dense_replace": 1,  # a block with experts is left
+    }
+
+
 def test_samples_keep_their_order_and_masks():
     data = hp.data.open_data(_config().data, seed=3)
     short = ShortData(data, 10, 7)

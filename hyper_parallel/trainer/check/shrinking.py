@@ -39,6 +39,7 @@ _KEYS = {
     "key heads": ("num_key_value_heads",),
     "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
     "chosen": ("num_experts_per_tok",),
+    "dense blocks": ("first_k_dense_replace", "num_dense_layers", "moe_num_dense_layers"),
     "by block": ("layer_types", "mlp_layer_types"),
 }
 
@@ -73,7 +74,7 @@ def shrink(
     elif not keep_sizes and model.hugging_face is not None:
         path = Path(model.hugging_face)
         values = json.loads(read_text(path / "config.json" if path.is_dir() else path))
-        model = dataclasses.replace(model, args=_hugging_face({**values, **model.args}, sizes["tp"], length, blocks))
+        model = dataclasses.replace(model, args=_hugging_face({**values, **model.args}, sizes["tp"], ep, blocks))
     weights = None if model.hugging_face is None else "scratch"
     if model.lora is not None:  # which needs a folder; nothing is read from it, for all values are drawn
         weights = "."
@@ -162,7 +163,7 @@ def _heads(heads: int, key_heads: int, tp: int) -> tuple[int, int]:
     return heads // key_heads * fewer, fewer
 
 
-def _hugging_face(values: dict[str, Any], tp: int, length: int, blocks: int) -> dict[str, Any]:
+def _hugging_face(values: dict[str, Any], tp: int, ep: int, blocks: int) -> dict[str, Any]:
     """The values of a config.json that change; sizes that are not known stay."""
     found: dict[str, Any] = {}
 
@@ -175,7 +176,8 @@ def _hugging_face(values: dict[str, Any], tp: int, length: int, blocks: int) -> 
         fewer, key_heads = _heads(heads, key_counts[0][1] if key_counts else heads, tp)
         found |= dict.fromkeys((key for key, _ in head_counts), fewer)
         found |= dict.fromkeys((key for key, _ in key_counts), key_heads)
-        if isinstance(values.get("head_dim"), int):
+        # Of latent attention a part of each head turns, which has a size of its own and stays as it is.
+        if isinstance(values.get("head_dim"), int) and "qk_rope_head_dim" not in values:
             found["head_dim"] = min(values["head_dim"], _HEAD_DIM)
         usual = hidden[0][1] // heads if hidden else _HEAD_DIM
         found |= dict.fromkeys((key for key, _ in hidden), fewer * min(usual, _HEAD_DIM))
@@ -184,9 +186,12 @@ def _hugging_face(values: dict[str, Any], tp: int, length: int, blocks: int) -> 
     for key, size in given("blocks"):
         found[key] = min(size, blocks)
     for key, size in given("experts"):
-        found[key] = min(size, _EXPERTS)
+        groups = values.get("n_group") or 1
+        found[key] = min(size, 2 * groups) if groups > 1 else shrunk_size(size, ep, max(_EXPERTS, ep))
     for key, size in given("chosen"):
         found[key] = min(size, _EXPERTS)
+    for key, size in given("dense blocks"):
+        found[key] = min(size, 1)
     for key in _KEYS["by block"]:
         if isinstance(values.get(key), list):
             found[key] = values[key][:blocks]
@@ -196,5 +201,5 @@ def _hugging_face(values: dict[str, Any], tp: int, length: int, blocks: int) -> 
             if isinstance(values.get(key), int) and values[key] >= found["vocab_size"]:
                 found[key] = found["vocab_size"] - 1
     if isinstance(values.get("text_config"), dict):
-        found["text_config"] = {**values["text_config"], **_hugging_face(values["text_config"], tp, length, blocks)}
+        found["text_config"] = {**values["text_config"], **_hugging_face(values["text_config"], tp, ep, blocks)}
     return found
