@@ -377,3 +377,12 @@ def test_a_real_model_of_transformers(tmp_path):
     save_hugging_face(dict(other.state_dict()), tmp_path / "hub", max_shard_bytes=4096, no_dist=True)
     again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "hub")
     assert torch.equal(model(tokens).logits, again(tokens).logits)
+
+
+def test_quantized_weights_are_not_taken_for_numbers(tmp_path):
+    folder = _write_folder(tmp_path, {"a": torch.ones(2, dtype=torch.int8), "b": torch.ones(2)}, 1)
+    state = {"a": torch.zeros(2, dtype=torch.int32), "b": torch.zeros(2)}
+    load_hugging_face(state, folder, cast=True, no_dist=True)
+    assert state["a"].tolist() == [1, 1]
+    with pytest.raises(ValueError, match="'a' is int8 in the files and float32 here: quantized weights, which mean"):
+        load_hugging_face({**state, "a": torch.zeros(2)}, folder, cast=True, no_dist=True)
