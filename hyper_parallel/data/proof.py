@@ -67,6 +67,11 @@ def prove_packing(
             f"prove_packing: the model gave logits of shape {alone.shape} for 1 row of {length - first} tokens; it "
             "must give (rows, tokens, vocabulary)"
         )
+    if not np.isfinite(alone).all():
+        raise ValueError(
+            "prove_packing: the model's logits of one document alone are not finite, so there is nothing to compare; "
+            "look at the model's weights"
+        )
     scale = float(np.abs(alone).max()) or 1.0
     in_company = [np.asarray(run_model({"input_ids": np.r_[second, row]}))[0] for row in (one, two)]
     unavoidable = _SLACK * float(np.abs(in_company[0] - in_company[1]).max()) / scale + _EXACT

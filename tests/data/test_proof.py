@@ -102,7 +102,7 @@ def test_logits_that_are_no_logits():
         ValueError, match=r"gave logits of shape \(1, 22\) for 1 row of 22 tokens; it must give \(rows, t"
     ):
         prove_packing(lambda batch: batch["input_ids"], vocab_size=_VOCAB)
-    with pytest.raises(ValueError, match="position_ids: the logits are not finite"):
+    with pytest.raises(ValueError, match="logits of one document alone are not finite"):
         prove_packing(lambda batch: np.full((*batch["input_ids"].shape, 2), np.nan), vocab_size=_VOCAB)
     with pytest.raises(ValueError, match="length=3 must be at least 4"):
         prove_packing(lambda batch: batch["input_ids"], vocab_size=_VOCAB, length=3)
