@@ -85,7 +85,7 @@ def test_a_failure_is_on_the_page(tmp_path):
     if platform.get_rank() == 0:
         page = (tmp_path / "run" / "report.html").read_text()
         assert 'class="verdict failed"' in page
-        assert "FloatingPointError: the loss of step" in page
+        assert "FloatingPointError: step 2 has a loss of " in page
 
 
 # ---------------------------------------------------------------- one rank
