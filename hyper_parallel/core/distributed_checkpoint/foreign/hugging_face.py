@@ -166,14 +166,11 @@ def _check_fit(state_dict: Mapping[str, Any], mapped: Mapped, path: Path, cast: 
             problems.append(f"'{name}' has shape {mapped.our_shapes[name]} in the files and {tuple(value.shape)} here")
         elif isinstance(value, DTensor) and value.layout.has_partial:
             problems.append(f"'{name}' is a partial sum ({value.layout}), which cannot be loaded into")
-        elif _dtype_of(value) != mapped.our_dtypes[name]:
-            kinds = f"'{name}' is {mapped.our_dtypes[name]} in the files and {_dtype_of(value)} here"
-            if _is_of_integers(mapped.our_dtypes[name]) and not _is_of_integers(_dtype_of(value)):
-                problems.append(
-                    f"{kinds}: quantized weights, which mean nothing alone; give the folder they are made of"
-                )
-            elif not cast:
-                problems.append(f"{kinds}; pass cast=True")
+        elif (there := mapped.our_dtypes[name]) != (here := _dtype_of(value)):
+            wrong = "" if cast else "pass cast=True"
+            if "int" in there and "int" not in here:
+                wrong = "quantized weights mean nothing alone, give the folder they were made of"
+            problems += [f"'{name}' is {there} in the files and {here} here; {wrong}"] if wrong else []
     if problems:
         raise ValueError(f"'{path}': {_listed(problems, '; ')}")
 
@@ -384,10 +381,6 @@ def _agreement(no_dist: bool) -> Agreement:
 
 def _dtype_of(value: Any) -> str:
     return dtype_name(get_platform().dtype_name(value.dtype))
-
-
-def _is_of_integers(dtype: str) -> bool:
-    return "int" in dtype or dtype == "bool"
 
 
 def _address(value: Any) -> Any:
