@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import hyper_parallel as hp
 from hyper_parallel.platform import get_platform
@@ -24,6 +25,7 @@ TWO = [
     ("llama", "cp=2", {}),
     ("gpt2", "tp=2", {"sequence_parallel": False}),
     ("llama", "dp_replicate=2", {}),
+    ("gpt2_dropout", "dp_shard=2", {"microbatches": 2, "recompute": "full"}),
 ]
 FOUR = [
     ("ours", "dp_shard=2, tp=2", {}),
@@ -108,6 +110,28 @@ def test_draws_by_sample_are_the_same():
         return torch.stack(losses)
 
     assert torch.equal(run(None), run("local"))
+
+
+def test_draws_of_plain_tensors_and_what_is_computed_again():
+    """The recorded call is computed again by dispatch, the others as they were computed."""
+
+    def run(is_lowered):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Dropout(0.5))
+        lowering = hp.lower(model, "") if is_lowered else None
+        seen = []
+        for step in range(3):
+            x = torch.randn(3, 4, generator=torch.Generator().manual_seed(step), requires_grad=True)
+            with hp.draws_by_sample(step=step, rows=hp.SampleRows(0, 3)):
+                out = checkpoint(model, x, use_reentrant=False)
+            out.square().sum().backward()
+            seen += [out.detach(), x.grad, *(one.grad.clone() for one in model.parameters())]
+        return seen, lowering
+
+    want, _ = run(False)
+    got, lowering = run(True)
+    assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
+    assert lowering[""].num_calls == {"recorded": 1, "lowered": 4, "dispatched": 1, "verified": 0}
 
 
 @run_on_ranks(2)

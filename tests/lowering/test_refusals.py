@@ -263,6 +263,18 @@ def test_gradients_that_are_not_recorded_inside():
 
 
 @run_on_ranks(2)
+def test_normalisation_over_ranks_is_recorded():
+    mesh = hp.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model = nn.Sequential(nn.LayerNorm(6, elementwise_affine=False))
+    lowering = hp.lower(model, "0")
+    for seed in range(3):
+        x = torch.randn(3, 6, generator=torch.Generator().manual_seed(seed))
+        got = model(hp.distribute_tensor(x, mesh, [hp.Shard(1)]))
+        torch.testing.assert_close(got.full_tensor(), F.layer_norm(x, (6,)))
+    assert lowering["0"].num_calls["lowered"] == 2
+
+
+@run_on_ranks(2)
 def test_functions_of_users_on_whole_tensors():
     class Cube(torch.autograd.Function):
         @staticmethod

@@ -44,6 +44,12 @@ class Inputs:
         self.names.append(name)
         self.labels.append(label)
 
+    def known_as(self) -> list[tuple[Any, ...]]:
+        """The keys under which the call may be known. Where a block is computed again, the model is not around, which
+        may have let plain tensors count as whole.
+        """
+        return [(mixes, *self.key[1:]) for mixes in (True, False)] if _platform.runs_in_backward() else [self.key]
+
 
 def _add_tensor(inputs: Inputs, name: str, tensor: Any, wants_carried: bool) -> None:
     kind = type(tensor)
@@ -124,10 +130,9 @@ def describe_call(guard: ModuleGuard, args: tuple[Any, ...], kwargs: dict[str, A
     if len(set(ids)) != len(ids):
         key.append(tuple(ids.index(one) for one in ids))
     inputs.key = (
+        replicating.depth > 0,
         _platform.world_generation(),
         _platform.ambient_key(),
-        replicating.depth > 0
-        or _platform.runs_in_backward(),  # where a block is computed again, the model is not around
         tuple(skipping.exceptions),
         current.address is None,
         guard.facts(),

@@ -113,7 +113,7 @@ class Region:
                 self._guard = ModuleGuard(self.module)
             try:
                 inputs = describe_call(self._guard, args, kwargs)
-                return inputs, self.known.get(inputs.key)
+                return inputs, next((self.known[key] for key in inputs.known_as() if key in self.known), None)
             except CannotGuard as why:
                 self._tell(f"runs by dispatch: {why}")
                 return None, None

@@ -14,6 +14,7 @@ from hyper_parallel.core.dtensor.random.random_stream import GlobalRegion
 from hyper_parallel.core.dtensor.random.sample_address import Address, at_address, checked_step, current
 from hyper_parallel.core.dtensor.random.sample_rows import SampleRows, checked_rows
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.checks.taps import one_line
 
 
 @contextmanager
@@ -52,6 +53,7 @@ def _has_address() -> bool:
     return current.address is not None
 
 
+@one_line
 def _drawn(kind: str, shape: tuple[int, ...], dtype: Any, device: Any, **parameters: Any) -> Any:
     """A plain random tensor of the next draw; without values where the device has no memory."""
     return random_values_of(kind, parameters, random_state.next_draw(), GlobalRegion(shape), dtype, device)

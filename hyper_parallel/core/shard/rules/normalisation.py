@@ -43,6 +43,10 @@ class _Pool:
         self.group = group
         self.count = count
 
+    def constant_parts(self) -> list[Any]:
+        """All that it depends on, for recorded programs."""
+        return [self.sum_here, self.spread, self.group, self.count]
+
     def mean(self, values: Any) -> Any:
         """Without a gradient, in the shape of the sums."""
         return all_reduced(self.sum_here(values), "sum", self.group) / self.count
