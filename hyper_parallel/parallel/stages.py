@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
@@ -91,9 +91,9 @@ def split_model(
 def _row_of(model: Any) -> tuple[Sequence[str], Sequence[str]]:
     """The blocks, and what runs before them: without a list the members of the largest row of modules."""
     found = structure_of(model)
-    if found.blocks:
-        return found.blocks, found.prologue
     modules = dict(_platform.get_cells_and_names(model))
+    if found.blocks:
+        return _without_layers(found.blocks, found.prologue, modules)
     rows: dict[str, list[str]] = {
         path: [] for path, one in modules.items() if any(kind.__name__ in _ROWS for kind in type(one).__mro__)
     }
@@ -106,6 +106,23 @@ def _row_of(model: Any) -> tuple[Sequence[str], Sequence[str]]:
     blocks = max(rows.values(), key=lambda row: sum(len(_platform.parameters_dict(modules[one])) for one in row))
     order = list(modules)
     return blocks, [path for path in found.prologue if blocks and order.index(path) < order.index(blocks[0])]
+
+
+def _without_layers(
+    blocks: Sequence[str], prologue: Sequence[str], modules: Mapping[str, Any]
+) -> tuple[Sequence[str], Sequence[str]]:
+    """Blocks, and what runs before them: lists of single layers beside one of blocks are embeddings or heads."""
+
+    def is_block(path: str) -> bool:
+        has_parts = any(one.startswith(f"{path}.") for one in modules)
+        return has_parts and bool(_platform.parameters_dict(modules[path]))
+
+    rows = {path.rpartition(".")[0] for path in blocks if is_block(path)}
+    if not rows:
+        return blocks, prologue
+    layers = [path for path in blocks if path.rpartition(".")[0] not in rows]
+    before = [path for path in layers if _platform.is_embedding_module(modules[path])]
+    return [path for path in blocks if path not in layers], [*prologue, *before]
 
 
 def stream_between(model: Any, mesh: DeviceMesh) -> TensorSpec | None:

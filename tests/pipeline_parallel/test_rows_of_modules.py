@@ -34,21 +34,22 @@ class _Named(nn.Sequential):
 
 
 class _Listed(nn.Module):
-    """Blocks in a list of one's own class, and positions for sequences of one length."""
+    """Blocks in a list of one's own class, lists of embeddings and of heads, and positions for one length only."""
 
     class Blocks(nn.ModuleList):
         pass
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.positions = nn.Embedding(5, 6), nn.Embedding(7, 6)
+        self.embeds = nn.ModuleList([nn.Embedding(5, 6), nn.Embedding(7, 6)])
+        self.heads = nn.ModuleList(nn.Linear(6, 1) for _ in range(2))
         self.blocks = self.Blocks(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3))
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        x = self.embed(input_ids) + self.positions(torch.arange(7))
+        x = self.embeds[0](input_ids) + self.embeds[1](torch.arange(7))
         for block in self.blocks:
             x = block(x)
-        return x
+        return torch.cat([head(x) for head in self.heads], -1)
 
 
 def _loss(outputs: torch.Tensor, batch: Any) -> tuple[torch.Tensor, int]:
