@@ -43,6 +43,7 @@ def prove_packing(
     tolerance: float = 1e-3,
     spellings: tuple[str, ...] = SPELLINGS,
     seed: int = 0,
+    final: tuple[type[Exception], ...] = (),
 ) -> PackingProof:
     """Find the spelling of packed rows under which a model treats the second of two documents as if it were alone.
 
@@ -51,6 +52,7 @@ def prove_packing(
     spelling is right if the second document's logits are those it has alone, up to ``tolerance`` of the largest (for
     rounding: another shape may run another kernel), and do not move at all when the first document is another one, or
     no more than they do when another row of the batch is. If none is right, that is an error which says what to do.
+    Behind an error of ``final`` the model cannot be run again, and no other spelling is tried.
     """
     if length < 4:
         raise ValueError(f"prove_packing: length={length} must be at least 4, for two documents")
@@ -76,12 +78,13 @@ def prove_packing(
     in_company = [np.asarray(run_model({"input_ids": np.r_[second, row]}))[0] for row in (one, two)]
     unavoidable = _SLACK * float(np.abs(in_company[0] - in_company[1]).max()) / scale + _EXACT
 
-    def found_of(spelling: str) -> tuple[bool, str]:
+    def found_of(spelling: str) -> tuple[bool | None, str]:
         packed = [spell({"input_ids": rows, "position_ids": positions}, spelling) for rows in (ids, other)]
         try:
             logits, moved = (np.asarray(run_model(batch)).reshape(2, length, -1)[0, first:] for batch in packed)
         except Exception as error:  # whatever a model says to arguments that it does not know
-            return False, f"refused, {type(error).__name__}: {(str(error).strip() or '-').splitlines()[0]}"
+            said = f"refused, {type(error).__name__}: {(str(error).strip() or '-').splitlines()[0]}"
+            return None if isinstance(error, final) else False, said
         away, leak = (float(np.abs(logits - wanted).max()) / scale for wanted in (alone[0], moved))
         if not np.isfinite([away, leak]).all():
             return False, "the logits are not finite"
@@ -96,6 +99,8 @@ def prove_packing(
         is_right, found[spelling] = found_of(spelling)
         if is_right:
             return PackingProof(spelling, found)
+        if is_right is None:
+            break
     tried = "; ".join(f"{name}: {what}" for name, what in found.items())
     raise ValueError(
         f"in this model packed documents see each other, whichever way it is told where they begin ({tried}). Write "

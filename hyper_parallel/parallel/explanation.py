@@ -12,6 +12,7 @@ import numpy as np
 
 from hyper_parallel.core.dtensor.comm_recorder import CommRecorder
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
+from hyper_parallel.core.pipeline_parallel.runtime.run_table import PipelineError
 from hyper_parallel.data.proof import PackingProof, prove_packing
 from hyper_parallel.parallel.losses import without_caches
 from hyper_parallel.platform import get_platform
@@ -130,7 +131,8 @@ def prove_packing_of(
                 _platform.set_training(part, was_training)
         return _everywhere(run, outputs)
 
-    return prove_packing(run_model, vocab_size=vocab_size, length=length, tolerance=tolerance)
+    # A stage that failed has left its pipeline.
+    return prove_packing(run_model, vocab_size=vocab_size, length=length, tolerance=tolerance, final=(PipelineError,))
 
 
 def _as_tensors(batch: dict[str, Any]) -> dict[str, Any]:

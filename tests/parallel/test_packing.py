@@ -42,6 +42,13 @@ def test_documents_are_proven_apart_or_the_model_is_refused(name, degrees, optio
         assert found.startswith(said), found
 
 
+def test_a_stage_that_refuses_a_mask_ends_the_proof() -> None:
+    """Stage 0 of Bloom takes no mask of all pairs, and its peer would wait for what it hands on."""
+    build("bloom")
+    with pytest.raises(Exception, match=r"in this model packed documents see .*attention_mask: refused, PipelineError"):
+        threads(2).run(lambda: hp.parallelize(build("bloom"), "pp=2").prove_packing(length=12))
+
+
 def test_a_model_that_does_not_say_how_many_tokens_it_knows() -> None:
     import torch
 
