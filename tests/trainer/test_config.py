@@ -181,6 +181,12 @@ num_samples = 7
 """
 
 
+def test_a_mixture_of_sources_from_python():
+    data = {"kind": "mixture", "sources": [{"kind": "corpus", "weight": 2.0}, {"kind": "synthetic"}]}
+    config = hp.RunConfig(model={"name": "llama-demo"}, data={**data, "isolate": False}, train={"steps": 1, "batch": 2})
+    assert [(one.kind, one.weight) for one in config.data.sources] == [("corpus", 2.0), ("synthetic", 1.0)]
+
+
 def test_a_mixture_of_sources(tmp_path):
     (tmp_path / "mixture.toml").write_text(MIXTURE)
     loaded = load_config("mixture.toml")

@@ -11,7 +11,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from typing_extensions import Self
 
 from hyper_parallel.analysis.byte_sizes import parse_bytes
-from hyper_parallel.data.config import DataConfig
+from hyper_parallel.data.config import DataConfig, SourceConfig
 from hyper_parallel.launch.durations import seconds_of
 
 __all__ = [
@@ -77,7 +77,12 @@ class _OrDict:
 
 
 def _data(value: Any) -> Any:
-    return DataConfig(**value) if isinstance(value, dict) else value
+    if not isinstance(value, dict):
+        return value
+    sources = value.get("sources", ())
+    if isinstance(sources, list | tuple):
+        value = value | {"sources": tuple(SourceConfig(**one) if isinstance(one, dict) else one for one in sources)}
+    return DataConfig(**value)
 
 
 Data = Annotated[DataConfig, _OrDict]
