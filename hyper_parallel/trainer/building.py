@@ -41,6 +41,8 @@ def build_model(config: ModelConfig, dtype: str) -> Any:
             if not isinstance(model, platform.Module):
                 raise TypeError(f"model.build: {config.build} returned a {type(model).__name__}, not a model")
         model = platform.cast_parameters(model, dtype)
+        if dtype == "float64" and hasattr(model, "set_experts_implementation"):
+            model.set_experts_implementation("eager")  # transformers' grouped kernel does not take float64
     if config.lora is not None:
         _add_adapters(model, config.lora)
     return model

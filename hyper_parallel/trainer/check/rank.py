@@ -34,8 +34,6 @@ def _steps(config: RunConfig, data: Dataset, num_steps: int, tamper: Callable[[P
     platform = get_platform()
     manual_seed(config.train.seed)
     model = build_model(config.model, config.train.dtype)
-    if hasattr(model, "set_experts_implementation"):  # of transformers: the grouped kernel does not take float64
-        model.set_experts_implementation("eager")
     run = split_model(model, config)
     run.materialize(seed=config.train.seed)
     optimizer = make_optimizer(config.optimizer, run.named_parameters())
