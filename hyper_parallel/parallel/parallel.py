@@ -221,9 +221,8 @@ class Parallel:
         It is the one that :meth:`mine` gave them; where it was not asked, all ranks have as many as this one.
         """
         begin, count = self._first_row
-        rows = self._num_rows
-        if count != rows:
-            begin = self._place[0] * rows
+        if count != self._num_rows:
+            begin = self._place[0] * self._num_rows
         tokens = None if part.order is None else part.order.indices
         rows_of_part = SampleRows(begin + part.first, max(1, part.rows), runs_along=not part.rows, tokens=tokens)
         with draws_by_sample(step=self.step, rows=rows_of_part), ordered_tokens(part.order):
