@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from hyper_parallel.core.modules.first_names import noted_first_names
 from hyper_parallel.core.modules.lora import is_of_adapter
 from hyper_parallel.parallel.adapter_files import merged_state
 from hyper_parallel.parallel.state_names import renamed_model, shared_names
-from hyper_parallel.plans.hub_experts import hub_mapping
+from hyper_parallel.plans.hub_files import hub_mapping
 from hyper_parallel.platform import get_platform
 
 __all__ = ["load_folder", "require_memory", "save_folder"]
@@ -44,7 +45,8 @@ def load_folder(parts: Sequence[Any], folder: Any, **options: Any) -> Any:
         state = _platform.get_model_state_dict(part, options=None)
         state = {name: value for name, value in state.items() if not is_of_adapter(name)}
         state = renamed_model(_with_first_names(state, part), shared_names(part))
-        found = load_hugging_face(state, folder, **{"mapping": hub_mapping(part, state), **options})
+        rules = hub_mapping(part, {name: tuple(value.shape) for name, value in state.items()})
+        found = load_hugging_face(state, folder, **{"mapping": rules, **options})
     return found
 
 
@@ -87,7 +89,7 @@ def save_folder(model: Any, folder: Any, *, tokenizer: Any = None, **options: An
     first = noted_first_names(model)
     state = {first.get(name, name): value for name, value in merged_state(model).items()}
     state = renamed_model(state, shared_names(model))
-    save_hugging_face(state, path, **{"mapping": hub_mapping(model, state), **options})
+    save_hugging_face(state, path, **{"mapping": functools.partial(hub_mapping, model), **options})
     if _platform.get_rank() == 0:
         for name in ("config", "generation_config"):
             save = getattr(getattr(model, name, None), "save_pretrained", None)

@@ -24,6 +24,12 @@ _LATENT = {"q_lora_rank": 6, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_
 _LATENT |= {"num_key_value_heads": 4}
 _LINEAR = {f"linear_{what}": size for what, size in (("num_key_heads", 2), ("num_value_heads", 4))}
 _LINEAR |= {"linear_key_head_dim": 4, "linear_value_head_dim": 4}
+_WITH_WINDOWS = {
+    "moe_intermediate_size": 10,
+    "shared_expert_intermediate_size": 10,
+    "head_dim": 8,
+    "sliding_window": 4,
+}
 _PHI = {**_LOCAL, "input_jitter_noise": 0.0, "router_jitter_noise": 0.0, "attention_bias": True, "lm_head_bias": True}
 _SEQUENCES = {  # of an encoder and a decoder
     "vocab_size": hugging_face.VOCABULARY,
@@ -38,6 +44,8 @@ _SEQUENCES = {  # of an encoder and a decoder
 MIXTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "afmoe": ("AfmoeForCausalLM", "AfmoeConfig", {
         **_DECODER, "moe_intermediate_size": 10, "num_shared_experts": 1, "num_dense_layers": 1, "head_dim": 4}),
+    "aria_text": ("AriaTextForCausalLM", "AriaTextConfig", {
+        **_DECODER, "moe_num_experts": 5, "moe_topk": 2, "head_dim": 4}),
     "deepseek_v2": ("DeepseekV2ForCausalLM", "DeepseekV2Config", {
         **_ROUTED, **_LATENT, "n_group": None, "topk_group": None, "topk_method": "greedy"}),
     "dots1": ("Dots1ForCausalLM", "Dots1Config", _ROUTED),
@@ -47,6 +55,8 @@ MIXTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "exaone_moe": ("ExaoneMoeForCausalLM", "ExaoneMoeConfig", {
         **_ROUTED, "num_experts": 5, "num_shared_experts": 1, "head_dim": 4}),
     "flex_olmo": ("FlexOlmoForCausalLM", "FlexOlmoConfig", _DECODER),
+    "flint": ("FlintForCausalLM", "FlintConfig", {
+        **_DECODER, **_WITH_WINDOWS, "mlp_only_layers": [0], "layer_types": ["full_attention", "sliding_attention"]}),
     "glm4_moe": ("Glm4MoeForCausalLM", "Glm4MoeConfig", {**_ROUTED, "head_dim": 8}),
     "granitemoe": ("GraniteMoeForCausalLM", "GraniteMoeConfig", _LOCAL),
     "granitemoehybrid": ("GraniteMoeHybridForCausalLM", "GraniteMoeHybridConfig", {
@@ -55,13 +65,21 @@ MIXTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "granitemoeshared": ("GraniteMoeSharedForCausalLM", "GraniteMoeSharedConfig", {
         **_LOCAL, "shared_intermediate_size": 12}),
     "hunyuan_v1_moe": ("HunYuanMoEV1ForCausalLM", "HunYuanMoEV1Config", {**_DECODER, "moe_topk": 2, "head_dim": 4}),
+    "kolibri1": ("Kolibri1ForCausalLM", "Kolibri1Config", {**_DECODER, **_WITH_WINDOWS}),
+    "laguna": ("LagunaForCausalLM", "LagunaConfig", {**_DECODER, **_WITH_WINDOWS}),
     "minimax": ("MiniMaxForCausalLM", "MiniMaxConfig", {
         **_LOCAL, "head_dim": 4, "layer_types": ["full_attention", "linear_attention"], "block_size": 4}),
     "minimax_m2": ("MiniMaxM2ForCausalLM", "MiniMaxM2Config", {**_LOCAL, "head_dim": 4}),
+    "nemotron_h": ("NemotronHForCausalLM", "NemotronHConfig", {
+        **_ROUTED, "layers_block_type": ["attention", "moe"], "moe_latent_size": 6, "head_dim": 8,
+        "moe_shared_expert_intermediate_size": 10}),
     "phimoe": ("PhimoeForCausalLM", "PhimoeConfig", _PHI),
     "phimoe_noisy": ("PhimoeForCausalLM", "PhimoeConfig", {**_PHI, "router_jitter_noise": 0.1}),
     "qwen2_moe": ("Qwen2MoeForCausalLM", "Qwen2MoeConfig", {
         **_DECODER, "moe_intermediate_size": 10, "shared_expert_intermediate_size": 12, "decoder_sparse_step": 1}),
+    "qwen3_5_moe": ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextConfig", {
+        **_DECODER, **_LINEAR, "moe_intermediate_size": 10, "shared_expert_intermediate_size": 10, "head_dim": 8,
+        "layer_types": ["linear_attention", "full_attention"]}),
     "qwen3_next": ("Qwen3NextForCausalLM", "Qwen3NextConfig", {
         **_DECODER, **_LINEAR, "moe_intermediate_size": 10, "shared_expert_intermediate_size": 10, "head_dim": 8,
         "layer_types": ["linear_attention", "full_attention"]}),
@@ -69,14 +87,26 @@ MIXTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }  # fmt: skip
 #: Theirs too, and under tp a plan needs to be told what stays whole.
 TOLD: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gemma4": ("Gemma4ForCausalLM", "Gemma4TextConfig", {
+        **_DECODER, "moe_intermediate_size": 10, "enable_moe_block": True, "top_k_experts": 2, "sliding_window": 4,
+        "vocab_size_per_layer_input": hugging_face.VOCABULARY, "hidden_size_per_layer_input": 4, "head_dim": 8,
+        "global_head_dim": 8}),
     "jamba": ("JambaForCausalLM", "JambaConfig", {
         **_DECODER, "expert_layer_period": 1, "expert_layer_offset": 0, "attn_layer_period": 2, "attn_layer_offset": 1,
         "mamba_d_state": 4, "mamba_dt_rank": 3, "use_mamba_kernels": False}),
+    "kimi_linear": ("KimiLinearForCausalLM", "KimiLinearConfig", {
+        **_LOCAL, **_LATENT, "moe_intermediate_size": 10, "layer_types": ["linear_attention", "full_attention"],
+        "q_lora_rank": None, "linear_head_dim": 4, "linear_num_heads": 4}),
     "lfm2_moe": ("Lfm2MoeForCausalLM", "Lfm2MoeConfig", {
         **_DECODER, "moe_intermediate_size": 10, "num_dense_layers": 0, "layer_types": ["full_attention", "conv"],
         "conv_L_cache": 3}),
 }  # fmt: skip
-KEPT_WHOLE = {"jamba": ["model.layers.*.mamba.*", "model.layers.*.mamba"], "lfm2_moe": ["model.layers.*.conv.conv"]}
+KEPT_WHOLE = {
+    "gemma4": ["model.layers.*.router"],
+    "jamba": ["model.layers.*.mamba.*", "model.layers.*.mamba"],
+    "kimi_linear": [f"model.layers.*.self_attn.{name}" for name in ("b_proj", "conv1d", "forget_gate")],
+    "lfm2_moe": ["model.layers.*.conv.conv"],
+}
 #: Their experts are computed by code of their own: refused by name under ep.
 REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "dbrx": ("DbrxForCausalLM", "DbrxConfig", {

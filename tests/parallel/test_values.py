@@ -8,6 +8,7 @@ pytest.importorskip("transformers", reason='these models are in an extra: pip in
 
 import torch
 import transformers
+from safetensors.torch import load_file
 
 import hyper_parallel as hp
 from hyper_parallel.testing import threads
@@ -62,6 +63,24 @@ def test_a_folder_of_hugging_face_there_and_back(degrees, tmp_path):
     torch.testing.assert_close(opened(ids).logits, source(ids).logits, rtol=0, atol=0)
     assert json.loads((tmp_path / "to" / "config.json").read_text())["use_cache"] is True
     assert (tmp_path / "to" / "generation_config.json").is_file() and (tmp_path / "to" / "tokenizer.json").is_file()
+
+
+def test_files_that_call_a_tensor_otherwise(tmp_path):
+    """Transformers knows it by the name of the class of the model."""
+    source = build("gpt_neox", torch.float32)
+    source.save_pretrained(tmp_path / "from")
+
+    def work():
+        run = hp.parallelize(_deferred("gpt_neox"), "dp_shard=2")
+        run.load_hugging_face(tmp_path / "from")
+        run.save_hugging_face(tmp_path / "to")
+        return _whole_state(run)
+
+    for got in threads(2).run(work):
+        assert_same(got, {name: whole(one) for name, one in source.named_parameters()}, rtol=0, atol=0)
+    theirs, ours = (load_file(tmp_path / name / "model.safetensors") for name in ("from", "to"))
+    assert "embed_out.weight" in theirs
+    assert_same(ours, theirs, rtol=0, atol=0)
 
 
 def test_a_tokenizer_that_is_not_there(tmp_path):

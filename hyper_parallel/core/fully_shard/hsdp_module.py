@@ -43,7 +43,7 @@ def make_sharded(module: Any, unit: Unit) -> None:
     kind = type(module)
     with _kinds_lock:
         if kind not in _kinds:
-            _kinds[kind] = type(f"HSDP{kind.__name__}", (HSDPModule, kind), {"__module__": kind.__module__})
+            _kinds[kind] = type(kind.__name__, (HSDPModule, kind), {"__module__": kind.__module__})
     module.__class__ = _kinds[kind]
     object.__setattr__(module, _STATE, unit)
 

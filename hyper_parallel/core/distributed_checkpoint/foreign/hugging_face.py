@@ -230,7 +230,7 @@ def save_hugging_face(
     state_dict: Mapping[str, Any],
     folder: str | os.PathLike[str],
     *,
-    mapping: Mapping_ = None,
+    mapping: Mapping_ | Callable[[dict[str, Shape]], Mapping_] = None,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     no_dist: bool = False,
 ) -> None:
@@ -238,7 +238,8 @@ def save_hugging_face(
 
     Every rank calls; ranks may hold different parts of a model. Tensors that are cut are gathered one after the other,
     by the ranks that hold them, one of which writes. A tied tensor is written under its first name. An older set of
-    weights in the folder is replaced as a whole.
+    weights in the folder is replaced as a whole. ``mapping`` may be a function that gives it for the shapes by name of
+    the tensors of all ranks.
     """
     target = folder_path(folder)
     agreement = _agreement(no_dist)
@@ -263,7 +264,8 @@ def save_hugging_face(
         planned: list[tuple[FolderPlan, _Writers]] = []
 
         def create() -> None:
-            mapped = KeyMapping.of(mapping).to_files(known)
+            rules = mapping({name: shape for name, (shape, _) in known.items()}) if callable(mapping) else mapping
+            mapped = KeyMapping.of(rules).to_files(known)
             plan = FolderPlan(mapped.file_shapes, mapped.file_dtypes, max_shard_bytes)
             planned.append((plan, _Writers(mapped, plan, holders, agreement.rank)))
             for number in range(agreement.rank, len(plan.headers), agreement.world_size):
