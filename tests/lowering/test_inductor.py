@@ -67,6 +67,42 @@ def test_a_compiled_half_of_a_block():
     assert compiler.call_count == 2  # the first is given a plain input, the others what the one before has made
 
 
+class Heads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.first(x), self.second(x)
+
+
+def _uncompiled(program, examples):
+    """In place of a compiler: a backward that makes zeros of what never came, as compiled ones do."""
+
+    def run(*tensors):
+        given = [one.view_as(one) for one in tensors]
+        return tuple(one + 0 * sum(each.sum() for each in given) for one in program(*given))
+
+    return run
+
+
+@unittest.mock.patch.object(compiled_programs, "compile_both_passes", side_effect=_uncompiled)
+def test_what_compiled_code_is_given(compiler):
+    """Parameters of an output that nobody uses have no gradients; code for autocast is another one."""
+    model = nn.Sequential(Heads())
+    hp.lower(model, "0", backend="inductor")
+    x = torch.ones(2, 4)
+    for _ in range(3):
+        model.zero_grad()
+        model(x)[1].sum().backward()
+        assert model[0].first.weight.grad is None
+        assert torch.equal(model[0].second.weight.grad, torch.full((3, 4), 2.0))
+    assert compiler.call_count == 1
+    with torch.autocast("cpu", torch.bfloat16):
+        assert [model(x)[0].dtype for _ in range(3)] == [torch.bfloat16] * 3
+    assert compiler.call_count == 2
+
+
 def _check(name, degrees, options):
     want, _ = train(name, degrees, **options)
     got, lowering = train(name, degrees, backend="inductor", **options)

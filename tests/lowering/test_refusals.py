@@ -274,6 +274,23 @@ def test_normalisation_over_ranks_is_recorded():
     assert lowering["0"].num_calls["lowered"] == 2
 
 
+class Later(nn.Module):
+    def forward(self, x):
+        return (x * 2).redistribute(placements=[hp.Replicate()], async_op=True)
+
+
+@run_on_ranks(2)
+def test_what_is_completed_later_runs_by_dispatch():
+    mesh = hp.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model = nn.Sequential(Later())
+    lowering = hp.lower(model, "0")
+    for seed in range(3):
+        x = inputs(seed).detach()
+        got = model(hp.distribute_tensor(x, mesh, [hp.Shard(1)]))
+        torch.testing.assert_close(got.to_local(), x * 2, rtol=0, atol=0)
+    assert "started and completed later" in lowering["0"].refusals[0] and not lowering["0"].tapes
+
+
 @run_on_ranks(2)
 def test_functions_of_users_on_whole_tensors():
     class Cube(torch.autograd.Function):

@@ -13,7 +13,13 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from hyper_parallel.core.dtensor.autograd_edges import EmptyOutsideMesh, FromLocal, ToLocal, redistribute_with_grad
+from hyper_parallel.core.dtensor.autograd_edges import (
+    EmptyOutsideMesh,
+    FromLocal,
+    ToLocal,
+    begun_later,
+    redistribute_with_grad,
+)
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.meshes.mesh_context import get_current_mesh
@@ -184,7 +190,7 @@ class DTensor(_platform.DTensorBase):  # type: ignore[name-defined]
         target = resolve_layout(mesh, placements, len(shape))
         if target is self._layout:
             return self
-        in_flight: list[Any] | None = [] if async_op else None
+        in_flight = begun_later() if async_op else None
         block = redistribute_with_grad(tensor, self._layout, target, shape, in_flight)
         if not in_flight:
             moved = _platform.as_dtensor(DTensor, block, target, self._global_shape)

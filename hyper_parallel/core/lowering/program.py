@@ -53,12 +53,18 @@ class Program:
             tell("it draws from the framework's own generator, which compiled code has its own of; it runs uncompiled")
             return
         before, graph, text = self.tape.split()
+        reach = self.tape.reach()
+        places = None if reach is None else [[name in one for name in self.tape.used_inputs] for one in reach]
 
         def failed(why: str) -> Any:
             tell(f"it cannot be compiled and runs uncompiled: {why}")
             self.before, self.run, self.backend = None, self.tape.program(), "local"
 
-        self.before, self.run, self.backend = before, _platform.compiled(graph, failed, text, shared), "inductor"
+        self.before, self.run, self.backend = (
+            before,
+            _platform.compiled(graph, failed, text, shared, places),
+            "inductor",
+        )
 
 
 def _built(tree: Any, tensors: list[Any], results: Any) -> Any:

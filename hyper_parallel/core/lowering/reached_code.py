@@ -24,7 +24,7 @@ _LIBRARIES = ("torch", "mindspore", "hyper_parallel", "numpy", "builtins", "typi
 _HOLDERS = ("types", "argparse", "_thread", "collections")  # Python's own kinds of objects that programs fill
 _BY_SYNTAX = (
     *("forward", "construct", "__call__", "__getitem__", "__getattr__", "__len__", "__iter__", "__contains__"),
-    *("__bool__", "__enter__", "__exit__", "__next__"),
+    *("__bool__", "__enter__", "__exit__", "__next__", "backward", "setup_context"),
 )
 _FEW = 8  # items of a container that are looked at
 _DEEPEST = 3  # calls in installed packages

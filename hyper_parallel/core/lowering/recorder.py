@@ -140,7 +140,7 @@ class Recorder:
             self._mark = self.aside(_platform.generator_mark, (), {})
             draws = facts.mark != self._mark
         stays = stays or facts.writes or draws or result is None
-        self.lines.append(Line(function, *written, results, has_gradients, stays, on_host, draws))
+        self.lines.append(Line(function, *written, results, has_gradients, stays, on_host, draws, facts.writes))
         return result
 
     # ---------------------------------------------------------------- inputs and outputs

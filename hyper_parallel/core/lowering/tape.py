@@ -26,6 +26,7 @@ class Line:
     stays: bool  # it writes, sends, draws or checks: it runs though nobody uses its results
     on_host: bool = False  # it is about the host (a draw, a check) and cannot be part of a compiled graph
     draws: bool = False  # from the framework's own generator
+    writes: bool = False  # into a tensor
 
     @property
     def made(self) -> list[str]:
@@ -117,6 +118,19 @@ class Tape:
         program = (text, *map(Identity, constants.values()))
         first = self._function(self.used_inputs, before[::-1], given) if before else None
         return first, self._function(inputs, rest, self.outputs), program
+
+    def reach(self) -> list[set[str]] | None:
+        """For each result the inputs that its gradient may reach; None where these are the same for all."""
+        if any(line.writes for line in self.lines):
+            return None
+        found = {name: {name} for name in self.inputs}
+        for line in self.lines:
+            behind: set[str] = set()
+            for name in line.used if line.has_gradients else ():
+                behind |= found.get(name, set())
+            found |= dict.fromkeys(line.made, behind)
+        reached = [found[name] for name in self.outputs]
+        return reached if any(one != reached[0] for one in reached) else None
 
     def _function(self, inputs: Sequence[str], lines: Sequence[Line], outputs: Sequence[str]) -> Callable[..., Any]:
         text, constants = self._written("lowered", inputs, lines, outputs)

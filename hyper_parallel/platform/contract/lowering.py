@@ -80,11 +80,11 @@ class LoweredPrograms:
         """Call a recorded program on the blocks of DTensors."""
 
     @staticmethod
-    def compiled(program: Any, failed: Any, identity: Any, shared: Any) -> Any:
+    def compiled(program: Any, failed: Any, identity: Any, shared: Any, reach: Any = None) -> Any:
         """A program as compiled code, made at its first call; where that fails, ``failed(why)`` is told.
 
         Programs of one ``identity`` that are called with tensors of the same facts have their code in common, in
-        ``shared``.
+        ``shared``. ``reach``: for each result which inputs its gradient reaches; None: all results the same.
         """
 
     @staticmethod

@@ -25,7 +25,7 @@ from hyper_parallel.platform.checks.taps import tapped_by
 from hyper_parallel.platform.torch.base.dtensor_base import local_alias
 from hyper_parallel.platform.torch.communication import collectives
 from hyper_parallel.platform.torch.communication.collective_gradients import own_copy
-from hyper_parallel.platform.torch.lowering.programs import facts_of
+from hyper_parallel.platform.torch.lowering.programs import ambient_key, facts_of
 from hyper_parallel.platform.torch.private_api import (
     compile_both_passes,
     is_in_backward,
@@ -178,13 +178,71 @@ def _given(name: str, data: Any, group: Any, async_op: bool, op: str, make: Call
     return _tracing.tracer.operator((name, group, op, tuple(data.shape), data.dtype), make, shape, data)
 
 
+class _Results(torch.autograd.Function):
+    """The results of compiled code, whose backward makes zeros of gradients that never came: which did is noted."""
+
+    @staticmethod
+    def forward(ctx: Any, came: list[bool], *results: torch.Tensor) -> Any:
+        ctx.came = came
+        ctx.set_materialize_grads(False)
+        return tuple(one.view_as(one) for one in results)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.came[:] = [one is not None for one in gradients]
+        return None, *gradients
+
+
+class _Inputs(torch.autograd.Function):
+    """The inputs of compiled code: those that no gradient reached have none, as without the compiler."""
+
+    @staticmethod
+    def forward(ctx: Any, came: list[bool], reach: list[list[bool]], *inputs: torch.Tensor) -> Any:
+        ctx.came, ctx.reach = came, reach
+        return tuple(one.view_as(one) for one in inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        came = [row for row, has_come in zip(ctx.reach, ctx.came, strict=True) if has_come]
+        is_reached = [any(column) for column in zip(*came, strict=True)]
+        return None, None, *[one if is_reached[place] else None for place, one in enumerate(gradients)]
+
+
+def _where_gradients_came(code: Callable[..., Any], reach: list[list[bool]]) -> Callable[..., Any]:
+    """``code`` with gradients for the inputs only that gradients of its results reach."""
+
+    def run(*blocks: torch.Tensor) -> Any:
+        came: list[bool] = []
+        wanted = [place for place, one in enumerate(blocks) if one.requires_grad]
+        if not torch.is_grad_enabled() or not wanted:
+            return code(*blocks)
+        given = list(blocks)
+        rows = [[row[place] if place < len(row) else False for place in wanted] for row in reach]
+        for place, one in zip(wanted, _Inputs.apply(came, rows, *[blocks[place] for place in wanted]), strict=True):
+            given[place] = one
+        results = list(code(*given))
+        differentiable = [place for place, one in enumerate(results) if one.requires_grad]
+        rows[:] = [rows[place] for place in differentiable]
+        for place, one in zip(
+            differentiable, _Results.apply(came, *[results[place] for place in differentiable]), strict=True
+        ):
+            results[place] = one
+        return tuple(results)
+
+    return run
+
+
 def compiled(
-    program: Callable[..., Any], failed: Callable[[str], Any], identity: Any, shared: dict[Any, Any]
+    program: Callable[..., Any],
+    failed: Callable[[str], Any],
+    identity: Any,
+    shared: dict[Any, Any],
+    reach: list[list[bool]] | None = None,
 ) -> Callable[..., Any]:
     """A program as compiled code, made at its first call; where that fails, ``failed(why)`` is told.
 
     Programs of one ``identity`` that are called with tensors of the same facts have their code in common, in
-    ``shared``.
+    ``shared``. ``reach``: for each result which inputs its gradient reaches; None: all results the same.
     """
     ready: list[Callable[..., Any]] = []
 
@@ -192,7 +250,7 @@ def compiled(
     def run(*args: Any) -> Any:
         if ready:
             return ready[0](*args)
-        key = (identity, torch.is_grad_enabled(), *facts_of(args))
+        key = (identity, *ambient_key(), *facts_of(args))
         if key in shared:
             ready.append(shared[key])
             return ready[0](*args)
@@ -208,7 +266,8 @@ def compiled(
             failed(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
             ready.append(program)
         else:
-            ready.append(lambda *blocks: code(*map(local_alias, blocks)))
+            inner = code if reach is None else _where_gradients_came(code, reach)
+            ready.append(lambda *blocks: inner(*map(local_alias, blocks)))
             shared[key] = ready[0]
         return ready[0](*args)
 

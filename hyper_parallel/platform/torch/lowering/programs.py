@@ -207,7 +207,9 @@ def relative_difference(one: Any, other: Any) -> float:
 
 
 def rounding(tensor: Any) -> float:
-    """How many times coarser than float32 the tensor's dtype rounds, at least 1."""
+    """How many times coarser than float32 the tensor's dtype, or autocast now, rounds, at least 1."""
     if tensor is None or not _DTYPE(tensor).is_floating_point:
         return 1.0
-    return max(1.0, torch.finfo(_DTYPE(tensor)).eps / torch.finfo(torch.float32).eps)
+    kinds = [torch.float32, _DTYPE(tensor)]
+    kinds += [torch.get_autocast_dtype(kind) for kind in _DEVICE_TYPES if torch.is_autocast_enabled(kind)]
+    return max(torch.finfo(one).eps for one in kinds) / torch.finfo(torch.float32).eps
