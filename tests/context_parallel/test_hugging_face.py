@@ -12,7 +12,7 @@ import torch
 
 import hyper_parallel as hp
 from hyper_parallel.core.context_parallel.batch import ordered_batch, token_order
-from hyper_parallel.core.context_parallel.hugging_face import lazy_mask
+from hyper_parallel.core.context_parallel.hugging_face import attend, lazy_mask
 from hyper_parallel.testing import threads
 from tests.parallel.training import batch
 from tests.tensor_parallel.hugging_face import assert_same, build, in_double, whole
@@ -157,6 +157,9 @@ def test_a_mask_that_models_make_and_do_not_use_or_compute_with() -> None:
         causal[:, 0]
     with pytest.raises(TypeError, match=r"computes with its attention mask by itself \(\+\)"):  # BEiT, GIT
         torch.zeros(2, 4, 6, 6) + causal
+    query, keys = torch.zeros(2, 4, 6, 8), torch.zeros(2, 4, 9, 8)  # DeepSeek-V4: with compressed ones behind
+    with pytest.raises(ValueError, match=r"Module attends to 9 keys, and its mask is of 6 tokens: .* without cp"):
+        attend(torch.nn.Module(), query, keys, keys, causal)
 
 
 @pytest.mark.parametrize("name", ["contiguous", "zigzag", "striped"])

@@ -125,11 +125,15 @@ def lazy_mask(
         given["documents"] = _joined(documents)
     if others:
         given["function"] = _asked_in_blocks(others, use_vmap, kv_offset)
-    return _MaskOfModel(offset=int(q_offset) - kv_offset, **given)
+    return _MaskOfModel(kv_length, offset=int(q_offset) - kv_offset, **given)
 
 
 class _MaskOfModel(Visibility):
     """What a model is given as its mask, to hand it on to :func:`attend`."""
+
+    def __init__(self, num_keys: int, **given: Any) -> None:
+        super().__init__(**given)
+        self.num_keys = num_keys
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -294,6 +298,11 @@ def attend(
             module, query, key, value, attention_mask, dropout, scaling, is_causal, softcap, s_aux, kwargs
         )
     visible = attention_mask
+    if isinstance(visible, _MaskOfModel) and key.shape[2] != visible.num_keys:  # DeepSeek-V4: compressed ones behind
+        raise ValueError(
+            f"{type(module).__name__} attends to {key.shape[2]} keys, and its mask is of {visible.num_keys} tokens: "
+            "what it adds to the keys by itself cannot be told under cp; write degrees without cp"
+        )
     if visible is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         visible = _CAUSAL if causal and query.shape[2] > 1 else _EVERYTHING
