@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import importlib
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +15,7 @@ from hyper_parallel.core.distributed_checkpoint.foreign.hugging_face import save
 from hyper_parallel.core.modules.lora import DOWN, UP, adapted_layers, is_of_adapter
 from hyper_parallel.platform import get_platform
 
-__all__ = ["has_adapters", "merged_state", "save_adapters"]
+__all__ = ["has_adapters", "merged_state", "refuse_peft", "save_adapters"]
 
 _platform = get_platform()
 
@@ -52,6 +56,9 @@ def save_adapters(model: Any, folder: Any, *, base: str | None = None) -> None:
 
     ``base`` is where the model is from, for programs that look for it.
     """
+    if is_of_peft(model):
+        _save_peft(model, Path(folder), base)
+        return
     state = _platform.get_model_state_dict(model, options=None)
     layers = _layers_of(model, state)
     described = _of_all_ranks({path: _described(module, adapter) for path, module, adapter in layers})
@@ -63,16 +70,49 @@ def save_adapters(model: Any, folder: Any, *, base: str | None = None) -> None:
         for where, _, _ in layers
         for name in (DOWN, UP)
     }
+    config = json.dumps(_config(described, base), indent=2) + "\n"
+    _write(named, path, lambda: (path / "adapter_config.json").write_text(config, encoding="utf-8"))
+
+
+def _write(named: dict[str, Any], path: Path, write_config: Callable[[], Any]) -> None:
     aside = path / ".weights"
     save_hugging_face(named, aside)
     if _platform.get_rank() == 0:
         (aside / "model.safetensors").replace(path / "adapter_model.safetensors")
         shutil.rmtree(aside)
-        (path / "adapter_config.json").write_text(
-            json.dumps(_config(described, base), indent=2) + "\n", encoding="utf-8"
-        )
+        write_config()
     if _platform.get_world_size() > 1:
         _platform.barrier()
+
+
+# ---------------------------------------------------------------- those that peft has put into the model
+
+
+def is_of_peft(model: Any) -> bool:
+    """Whether peft has put adapters around layers of the model, or a prompt before it."""
+    return isinstance(getattr(model, "peft_config", None), dict) and hasattr(model, "get_base_model")
+
+
+def refuse_peft(model: Any, what: str, instead: str) -> None:
+    """An error for a model inside of peft's adapters, whose names no folder of weights has."""
+    if is_of_peft(model):
+        raise ValueError(f"{what}: the model is inside of peft's adapters; {instead}")
+
+
+def _save_peft(model: Any, path: Path, base: str | None) -> None:
+    """As peft's ``save_pretrained``, from all ranks: other adapters than "default" in folders of their own."""
+    peft: Any = importlib.import_module("peft")
+    state = _platform.get_model_state_dict(model, options=None)
+    for name, given in model.peft_config.items():
+        named = peft.get_peft_model_state_dict(model, state_dict=state, adapter_name=name, save_embedding_layers=False)
+        config = copy.copy(given)
+        config.inference_mode = True
+        config.base_model_name_or_path = base or config.base_model_name_or_path
+        folder = path if name == "default" else path / name
+        _write(named, folder, functools.partial(config.save_pretrained, folder))
+
+
+# ---------------------------------------------------------------- ours
 
 
 def _layers_of(model: Any, state: dict[str, Any]) -> list[tuple[str, Any, Any]]:

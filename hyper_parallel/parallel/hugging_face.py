@@ -12,7 +12,7 @@ from hyper_parallel.core.distributed_checkpoint.foreign.hugging_face import load
 from hyper_parallel.core.modules.deferred import materialize
 from hyper_parallel.core.modules.first_names import noted_first_names
 from hyper_parallel.core.modules.lora import is_of_adapter
-from hyper_parallel.parallel.adapter_files import merged_state
+from hyper_parallel.parallel.adapter_files import merged_state, refuse_peft
 from hyper_parallel.parallel.state_names import renamed_model, shared_names
 from hyper_parallel.plans.hub_files import hub_mapping
 from hyper_parallel.platform import get_platform
@@ -41,6 +41,7 @@ def load_folder(parts: Sequence[Any], folder: Any, **options: Any) -> Any:
     the files."""
     found = None
     for part in parts:
+        refuse_peft(part, "load_hugging_face", "load the weights before get_peft_model, with from_pretrained")
         _give_memory(part)
         state = _platform.get_model_state_dict(part, options=None)
         state = {name: value for name, value in state.items() if not is_of_adapter(name)}
@@ -85,6 +86,12 @@ def save_folder(model: Any, folder: Any, *, tokenizer: Any = None, **options: An
     """The weights, with adapters merged into them, by all ranks; by one of them the config, generation config and the
     tokenizer's files.
     """
+    refuse_peft(
+        model,
+        "save_hugging_face",
+        "write them by save_adapters(folder), and merge them where that is opened: "
+        "PeftModel.from_pretrained(model, folder).merge_and_unload()",
+    )
     path = Path(folder)
     first = noted_first_names(model)
     state = {first.get(name, name): value for name, value in merged_state(model).items()}

@@ -29,6 +29,7 @@ __all__ = [
     "GivenLoss",
     "LabelledLoss",
     "configs_of_caches",
+    "inside_adapters",
     "is_hugging_face",
     "loss_for",
     "next_token_loss",
@@ -45,6 +46,12 @@ _AUXILIARY_FACTORS = ("router_aux_loss_coef", "aux_loss_coef")
 def is_hugging_face(model: Any) -> bool:
     """Whether the model is one of transformers'."""
     return hasattr(model, "base_model_prefix") and hasattr(model, "config") and hasattr(model, "save_pretrained")
+
+
+def inside_adapters(model: Any) -> Any:
+    """The model of transformers where peft's adapters are around it, which give its attributes for their own."""
+    modules = (module for _, module in _platform.get_cells_and_names(model))
+    return next((module for module in modules if hasattr(type(module), "base_model_prefix")), model)
 
 
 def configs_of_caches(parts: Iterable[Any]) -> list[Any]:
@@ -176,6 +183,7 @@ class HuggingFaceLoss(LabelledLoss):
 
     def __init__(self, model: Any, means: LossMeans) -> None:
         super().__init__(means)
+        model = inside_adapters(model)
         self._model, self._name = model, type(model).__name__
         self._total: Counts | None = None
         self._divided = self._has_others = False

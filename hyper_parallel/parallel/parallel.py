@@ -325,7 +325,7 @@ class Parallel:
         save_folder(self.model, folder, tokenizer=tokenizer, **options)
 
     def save_adapters(self, folder: Any, *, base: str | None = None) -> None:
-        """Write the adapters of :func:`hyper_parallel.add_lora` as peft reads them; ``base`` says of which model."""
+        """Write adapters, of :func:`hyper_parallel.add_lora` or peft's, as peft reads them; ``base`` is their model."""
         save_adapters(self.model, folder, base=base)
 
     def state_dict(self, optimizer: Any = None, *, frozen: bool = True) -> dict[str, Any]:

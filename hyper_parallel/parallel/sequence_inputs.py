@@ -24,7 +24,7 @@ from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.distribute import distribute_tensor
 from hyper_parallel.core.dtensor.placement_types import Replicate, Shard
 from hyper_parallel.core.tensor_parallel.single_device_code import map_tensors
-from hyper_parallel.parallel.losses import GivenLoss, LabelledLoss, is_hugging_face
+from hyper_parallel.parallel.losses import GivenLoss, LabelledLoss, inside_adapters, is_hugging_face
 from hyper_parallel.parallel.micro_batches import MicroBatch, input_names
 
 __all__ = ["Sequences", "shard_sequences"]
@@ -75,7 +75,7 @@ class Sequences:
                 f"parallelize: {order}: {name} computes attention in a way of its own, by the order of tokens, and "
                 "not by transformers' AttentionInterface; write order='contiguous'"
             )
-        if not chosen or "position_ids" not in input_names(model):
+        if not chosen or "position_ids" not in input_names(inside_adapters(model)):
             raise ValueError(
                 f"parallelize: {order}: {name} counts positions by itself (its forward takes no position_ids, or it is "
                 "not one of transformers'); write order='contiguous'"

@@ -17,6 +17,7 @@ from hyper_parallel.core.pipeline_parallel.tables import make_table, schedule_na
 from hyper_parallel.core.pipeline_parallel.tables.counts import TooFewRows, default_microbatches
 from hyper_parallel.core.shard.dispatching.mixing import implicit_replication
 from hyper_parallel.models.expert_balance import mixtures_of
+from hyper_parallel.parallel.losses import inside_adapters
 from hyper_parallel.parallel.micro_batches import input_names
 from hyper_parallel.parallel.sequence_inputs import shard_sequences
 from hyper_parallel.plans.structure import structure_of
@@ -140,7 +141,7 @@ def stream_between(model: Any, mesh: DeviceMesh) -> TensorSpec | None:
 
 def _example(model: Any) -> dict[str, Any] | None:
     """Small inputs, of models of tokens or of pictures; None for others, and for what cannot run as it is."""
-    names = input_names(model)
+    names = input_names(inside_adapters(model))
     like = next(iter(_platform.parameters_dict(model).values()), None)
     if like is None or (_platform.has_no_memory(like) and not _platform.runs_without_memory):
         return None

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
+from hyper_parallel.plans.adapters import adapted_path, without_adapters
 from hyper_parallel.plans.declared import COLUMN, ROW, WHOLE, Declaration, read_declaration
 from hyper_parallel.plans.layers import below, is_below, own_weights, sizes_of
 from hyper_parallel.plans.structure import list_members, mixtures_in, outermost_of, read_ends
@@ -92,8 +93,8 @@ def read_roles(model: Any, keep_whole: Iterable[str]) -> Roles:
 
 
 def _read_roles(model: Any, keep_whole: Iterable[str]) -> Roles:
-    platform = get_platform()
-    modules = dict(platform.get_cells_and_names(model))
+    everything = dict(get_platform().get_cells_and_names(model))
+    modules = without_adapters(everything)
     skipped = frozenset(path for path in modules if _is_kept(path, keep_whole))
     declaration = read_declaration(modules)
     roles = Roles(blocks=list_members(modules))
@@ -102,6 +103,9 @@ def _read_roles(model: Any, keep_whole: Iterable[str]) -> Roles:
         _read_block(block, modules, roles, skipped, declaration, keep_whole, refuse=bool(outermost))
     taken = (*skipped, *roles.columns, *roles.rows)
     roles.vocabularies, roles.heads = read_ends(model, modules, roles.blocks, taken)
+    for name in ("columns", "rows", "attentions", "vocabularies", "heads"):
+        setattr(roles, name, [adapted_path(path, everything) for path in getattr(roles, name)])
+    roles.fused = {adapted_path(path, everything): parts for path, parts in roles.fused.items()}
     return roles
 
 

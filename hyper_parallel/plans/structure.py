@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hyper_parallel.plans.adapters import without_adapters
 from hyper_parallel.plans.declared import Declaration, read_declaration
 from hyper_parallel.plans.layers import below, is_below, own_weights, sizes_of
 from hyper_parallel.platform import get_platform
@@ -48,7 +49,7 @@ def structure_of(model: Any) -> Structure:
     """
     platform = get_platform()
     modules = dict(platform.get_cells_and_names(model))
-    declaration = read_declaration(modules)
+    declaration = read_declaration(without_adapters(modules))
     blocks, first, last = _in_stages(declaration, modules)
     vocabularies, heads = read_ends(model, modules, blocks)
     prologue: list[str] = []

@@ -128,6 +128,9 @@ def split_stages(
     return split
 
 
+_CONTAINERS = ("ParameterDict", "ParameterList", "ParameterTuple")  # never called themselves
+
+
 def _ends(
     modules: Mapping[str, Any], blocks: Sequence[str], prologue: Sequence[str], seen: Seen | None
 ) -> tuple[list[str], list[str]]:
@@ -144,6 +147,13 @@ def _ends(
                 "around the blocks, and nothing tells on which stage it is used: move it into a module of its own"
             )
         is_first = path in seen.before if seen is not None else path in prologue
+        around = path.rpartition(".")[0]
+        if not is_first and seen is not None and around in seen.before and type(module).__name__ in _CONTAINERS:
+            raise ValueError(
+                f"split_stages: '{around}' runs before the blocks with parameters of '{path}' "
+                f"({type(module).__name__}), and the shape of what it gives cannot be told on stages without them: "
+                "leave it without (an adapter on an embedding, for instance), or use tp, dp_shard or cp for this model"
+            )
         (before if is_first else behind).append(path)
     return before, behind
 
