@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Mapping, Sequence
+from types import MemberDescriptorType
 from typing import Any
 
 from hyper_parallel.platform import get_platform
@@ -36,9 +38,20 @@ def tensors_in(value: Any, levels: int = _MOST_LEVELS) -> list[Any]:
     elif isinstance(value, (tuple, list, set, frozenset)):
         inner = value
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        inner = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+        inner = _held_by(value)
     elif isinstance(value, _platform.Module) or not hasattr(value, "__dict__") or isinstance(value, type):
         return []
     else:
         inner = vars(value).values()
     return [tensor for item in inner for tensor in tensors_in(item, levels - 1)]
+
+
+def _held_by(value: Any) -> list[Any]:
+    """What a dataclass holds, without asking for it: configs of transformers raise for some of their fields."""
+    own = getattr(value, "__dict__", {})
+    slots = [
+        field.name
+        for field in dataclasses.fields(value)
+        if isinstance(inspect.getattr_static(type(value), field.name, None), MemberDescriptorType)
+    ]
+    return [*own.values(), *(getattr(value, name, None) for name in slots)]
