@@ -28,7 +28,7 @@ _OF_HUGGING_FACE = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 def is_module_of_experts(module: Any) -> bool:
     """Whether the operator computes this module's experts, or can."""
     own = _platform.own_parameters(module)
-    if not own or len({int(parameter.shape[0]) for parameter in own.values()}) > 1:
+    if not own or len({tuple(parameter.shape[:1]) for parameter in own.values()}) > 1:
         return False
     return bool(getattr(module, RUNS_OPERATOR, False)) or _is_of_hugging_face(module)
 
