@@ -137,3 +137,18 @@ def test_a_model_without_values_says_what_to_call():
             run.forward_backward(batch())
 
     threads(2).run(work)
+
+
+@pytest.mark.parametrize("degrees", ["tp=2", "dp_shard=2"])
+def test_generate(degrees):
+    ids, more = batch()["input_ids"][:, :4], {"max_new_tokens": 3, "pad_token_id": 0}
+    plain = build("llama").eval()
+    want = [plain.generate(ids, num_beams=beams, **more) for beams in (1, 2)]
+
+    def work():
+        model = hp.parallelize(build("llama").eval(), degrees).model
+        with hp.implicit_replication():
+            return [whole(model.generate(ids, num_beams=beams, **more)) for beams in (1, 2)]
+
+    for got in threads(2).run(work):
+        assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
