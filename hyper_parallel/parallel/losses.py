@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from numbers import Real
 from typing import Any
 
 from hyper_parallel.core.context_parallel.batch import current_order
@@ -79,6 +80,12 @@ def loss_for(model: Any, loss: Callable[..., Any] | None, *, in_parts: bool = Tr
     if loss is not None:
         if not callable(loss):
             raise TypeError(f"parallelize: loss is a function of (outputs, batch) to (sum, count), got {loss!r}")
+        home = getattr(loss, "__module__", None) or ""
+        if home.split(".")[0] in ("torch", "mindspore"):
+            raise TypeError(
+                f"parallelize: loss is a function of (outputs, batch) to (sum, count), and {_name(loss)} of {home} "
+                "takes outputs and labels; write loss=lambda outputs, batch: (its sum, how many it is of)"
+            )
         return GivenLoss(loss)
     is_ours = type(model).__module__.startswith("hyper_parallel.")
     means = LossMeans(type(model).__name__, in_parts and not is_ours)
@@ -113,12 +120,21 @@ class GivenLoss:
         with implicit_replication():
             outputs = model(**self.inputs(batch))
             found = self.function(outputs, batch)
-            if not isinstance(found, tuple) or len(found) != 2:
-                raise TypeError(
-                    f"parallelize: the loss function {_name(self.function)} must give (sum of losses, their number), "
-                    f"got {type(found).__name__}"
-                )
+            self._check(found)
             return plain(found[0]), plain(found[1])
+
+    def _check(self, found: Any) -> None:
+        if not isinstance(found, tuple) or len(found) != 2:
+            what = type(found).__name__
+        elif not _platform.is_tensor(found[0]) or tuple(found[0].shape) not in ((), (1,)):
+            what = f"{_described(found[0])} as the sum, which is a tensor of one element"
+        elif not isinstance(found[1], Real) and not (_platform.is_tensor(found[1]) and found[1].numel() == 1):
+            what = f"{_described(found[1])} as the number"
+        else:
+            return
+        raise TypeError(
+            f"parallelize: the loss function {_name(self.function)} must give (sum of losses, their number), got {what}"
+        )
 
     def share(self, model: Any, batch: Mapping[str, Any], part: Counts, total: Counts) -> Any:
         return self.sum_and_count(model, batch)[0] / total.targets
@@ -317,6 +333,10 @@ def _loss_in(model: Any, outputs: Any) -> Any:
             "computed: loss=fn(outputs, batch) -> (sum, count), for instance hp.next_token_loss"
         )
     return found.reshape(())
+
+
+def _described(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if _platform.is_tensor(value) else repr(value)
 
 
 def _name(function: Any) -> str:

@@ -95,6 +95,8 @@ def make_meshes(degrees: Degrees, mesh: DeviceMesh | None = None) -> tuple[Degre
         sizes, expert_axes = _split(fitted)
         made = init_device_mesh(_device_type(), tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         return fitted, Meshes(made, expert_axes)
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"parallelize: mesh is a DeviceMesh with the axes {', '.join(AXES)}, or some, got {mesh!r}")
     names = mesh.mesh_dim_names
     if names is None or [name for name in AXES if name in names] != list(names):
         raise ValueError(

@@ -69,11 +69,11 @@ def named_batch(model: Any, args: tuple[Any, ...], batch: Mapping[str, Any]) -> 
         raise TypeError("a batch is given by name, forward_backward(**batch), not as a dict")
     names = input_names(model)
     if len(args) > len(names):
-        raise TypeError(f"{type(model).__name__} takes {len(names)} inputs ({', '.join(names)}), got {len(args)}")
+        raise TypeError(f"the model takes {len(names)} inputs ({', '.join(names)}), got {len(args)}")
     named = dict(zip(names, args, strict=False))
     twice = sorted(named.keys() & batch.keys())
     if twice:
-        raise TypeError(f"{type(model).__name__}: {', '.join(twice)} is given by position and by name")
+        raise TypeError(f"{', '.join(twice)} is given by position and by name")
     return {**named, **batch}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +13,7 @@ from hyper_parallel.core.distributed_checkpoint import state_dict as state_dicts
 from hyper_parallel.core.distributed_checkpoint.async_save import async_save
 from hyper_parallel.core.distributed_checkpoint.load import load
 from hyper_parallel.core.distributed_checkpoint.save import save
+from hyper_parallel.core.dtensor.distributed_tensor import DTensor
 from hyper_parallel.core.dtensor.random.by_sample import draws_by_sample
 from hyper_parallel.core.dtensor.random.random_state import initial_seed, manual_seed
 from hyper_parallel.core.dtensor.random.sample_rows import SampleRows
@@ -29,7 +29,7 @@ from hyper_parallel.parallel.hugging_face import load_folder, require_memory, sa
 from hyper_parallel.parallel.losses import GivenLoss, LabelledLoss, configs_of_caches, without_caches
 from hyper_parallel.parallel.meshes import Meshes
 from hyper_parallel.parallel.micro_batches import MicroBatch, micro_batches, named_batch, num_rows, parts_of
-from hyper_parallel.parallel.part_runs import InTurn, PartRuns, own_samples
+from hyper_parallel.parallel.part_runs import InTurn, PartRuns, own_samples, raise_added
 from hyper_parallel.parallel.pipeline import Pipeline
 from hyper_parallel.parallel.routed_tokens import RoutedTokens
 from hyper_parallel.parallel.sequence_inputs import Sequences, shard_sequences
@@ -272,13 +272,10 @@ class Parallel:
         if self.pipeline is not None:
             yield from self.pipeline.stages.named_parameters().items()
             return
-        seen: set[int] = set()
-        for name, parameter in itertools.chain.from_iterable(
-            _platform.parameters_dict(part).items() for part in self.parts
-        ):
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                yield name, parameter
+        for name, parameter in _platform.parameters_dict(self.model).items():
+            if self._meshes.batch.size() > 1 and not isinstance(parameter, DTensor):
+                raise_added(name, parameter)
+            yield name, parameter
 
     def parameters(self) -> list[Any]:
         """Every parameter, for an optimizer."""

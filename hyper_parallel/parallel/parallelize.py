@@ -105,7 +105,16 @@ def parallelize(
     Parallel(Llama, "dp_shard=1", microbatches=1)
     """
     require_module("parallelize", model)
-    _refuse_lazy(model)
+    _refuse_unready(model)
+    for name, switch in (("sequence_parallel", sequence_parallel), ("offload", offload)):
+        if not isinstance(switch, bool):
+            raise TypeError(f"parallelize: {name} is True or False, got {switch!r}")
+    if isinstance(keep_whole, str):
+        raise TypeError(f"parallelize: keep_whole takes a list of paths; write keep_whole=[{keep_whole!r}]")
+    if plan is not None and keep_whole:
+        raise ValueError(
+            "parallelize: keep_whole is an option of the ready plan; leave these modules out of your plan="
+        )
     given = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp, "pp": pp, "ep": ep}
     asked = as_degrees(degrees, **{axis: size for axis, size in given.items() if size is not None})
     Sequences(1, attention, order)
@@ -167,7 +176,14 @@ def parallelize(
     return run
 
 
-def _refuse_lazy(model: Any) -> None:
+def _refuse_unready(model: Any) -> None:
+    for name, parameter in _platform.parameters_dict(model).items():
+        if isinstance(parameter, DTensor):
+            raise ValueError(
+                f"parallelize: {name!r} is distributed already, by an earlier parallelize, parallelize_module or "
+                "fully_shard; parallelize takes a model as one device has it, once: build it again, and use the "
+                "object that the first call gave"
+            )
     for path, module in _platform.get_cells_and_names(model):
         is_lazy = getattr(module, "has_uninitialized_params", None)
         if is_lazy is not None and is_lazy():

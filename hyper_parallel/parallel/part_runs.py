@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from hyper_parallel.core.dtensor.random.sample_address import at_address, current
 from hyper_parallel.core.fully_shard.hsdp_module import HSDPModule
@@ -15,7 +15,7 @@ from hyper_parallel.parallel.micro_batches import MicroBatch
 from hyper_parallel.parallel.sequence_inputs import shard_sequences
 from hyper_parallel.platform import get_platform
 
-__all__ = ["Beside", "InTurn", "Objective", "PartRuns", "own_samples", "weighted"]
+__all__ = ["Beside", "InTurn", "Objective", "PartRuns", "own_samples", "raise_added", "weighted"]
 
 _platform = get_platform()
 
@@ -67,6 +67,7 @@ class InTurn:
             with draws(part):
                 found = weighted(objective(self._model, number, values), part)
             if backward:
+                _require_gradient(found[0])
                 # Recomputation without memory leaves the address of its draws behind: PyTorch's fork_rng skips those.
                 # The model's own, by torch.utils.checkpoint, runs its code again on plain tensors that are whole.
                 with at_address(current.address), implicit_replication():
@@ -87,6 +88,23 @@ class InTurn:
 def weighted(found: tuple[Any, ...], part: MicroBatch) -> tuple[Any, ...]:
     """What an objective gives, of a part without rows nothing; see Note [A part without rows]."""
     return found if part.rows else tuple(one * 0 for one in found)
+
+
+def _require_gradient(loss: Any) -> None:
+    if not _platform.requires_grad(loss):
+        raise ValueError(
+            "forward_backward: the loss depends on no parameter that asks for a gradient: all are frozen, or the model "
+            "or the loss function detaches what it gives; loss_of computes a loss without gradients"
+        )
+
+
+def raise_added(name: str, parameter: Any) -> NoReturn:
+    """A plain parameter along the data axes: each rank would train its own, by its own samples."""
+    raise ValueError(
+        f"the parameter {name!r} of shape {tuple(parameter.shape)} was added to the model, or replaced, after "
+        "parallelize: each rank would train one of its own. Add modules and adapters before, and load values with "
+        "hyper_parallel.set_model_state_dict"
+    )
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
@@ -133,3 +134,19 @@ def test_weights_beside_layers_are_named(block, message):
 def test_lazy_modules_are_to_be_called_first():
     with pytest.raises(ValueError, match=r"'1', a LazyLinear, get their sizes from the first input: call the model"):
         hp.parallelize(nn.Sequential(nn.ReLU(), nn.LazyLinear(2)))
+
+
+class Scaled(Block):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+
+def test_parameters_without_dims_are_written(tmp_path):
+    def work():
+        run = hp.parallelize(_build(Scaled)[0], "dp_shard=2", loss=_squares)
+        run.save_hugging_face(tmp_path)
+        return whole(run.model.blocks[1].scale)
+
+    for want in threads(2).run(work):
+        assert torch.equal(load_file(tmp_path / "model.safetensors")["blocks.1.scale"], want)

@@ -277,3 +277,62 @@ def test_averages_over_the_samples_of_a_part():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         hp.parallelize(made(), loss=squares)
+
+
+def test_a_parameter_that_is_added_behind_parallelize():
+    def work():
+        run = hp.parallelize(_model("plain"), "dp_shard=2")
+        run.model.blocks.append(Block().double())
+        with pytest.raises(
+            ValueError, match=r"'blocks.2.fc1.weight' of shape \(8, 6\) was added to the model, or repl"
+        ):
+            run.parameters()
+
+    threads(2).run(work)
+
+
+@pytest.mark.parametrize("degrees", ["tp=2", "dp_shard=2"])
+def test_a_model_that_is_split_already(degrees):
+    def work():
+        run = hp.parallelize(_model("plain"), degrees)
+        with pytest.raises(
+            ValueError, match=r"'blocks.0.fc1.weight' is distributed already, by an earlier parallelize"
+        ):
+            hp.parallelize(run.model, degrees)
+
+    threads(2).run(work)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"keep_whole": "head"}, r"keep_whole takes a list of paths; write keep_whole=\['head'\]"),
+        ({"keep_whole": ["head"], "plan": {}}, "keep_whole is an option of the ready plan"),
+        ({"offload": "no"}, "offload is True or False, got 'no'"),
+        ({"mesh": "cpu"}, "mesh is a DeviceMesh with the axes pp, .*, got 'cpu'"),
+        (
+            {"loss": nn.MSELoss()},
+            r"and MSELoss\(\) of torch.nn.modules.loss takes outputs and labels; write loss=lambda",
+        ),
+    ],
+)
+def test_options_that_are_something_else(options, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        hp.parallelize(_model("plain"), **options)
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (
+            lambda outputs, batch: (outputs, 1),
+            r"got a tensor of shape \(8, 6, 5\) as the sum, which is",
+        ),
+        (lambda outputs, batch: (outputs.sum().item(), 1), "got .* as the sum"),
+        (lambda outputs, batch: (outputs.sum(), "8"), "got '8' as the number"),
+        (lambda outputs, batch: (outputs.detach().sum(), 1), "depends on no parameter that asks for a gradient"),
+    ],
+)
+def test_losses_that_nothing_can_be_trained_by(loss, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        _step("plain", "dp_shard=1", loss=loss)
