@@ -176,6 +176,15 @@ def parallelize(
     return run
 
 
+# Modules around a model that do themselves what parallelize is asked for, and where they have it.
+_WRAPPERS = {
+    "OptimizedModule": "_orig_mod",
+    "DataParallel": "module",
+    "DistributedDataParallel": "module",
+    "FullyShardedDataParallel": "module",
+}
+
+
 def _refuse_unready(model: Any) -> None:
     for name, parameter in _platform.parameters_dict(model).items():
         if isinstance(parameter, DTensor):
@@ -185,6 +194,13 @@ def _refuse_unready(model: Any) -> None:
                 "object that the first call gave"
             )
     for path, module in _platform.get_cells_and_names(model):
+        inside = _WRAPPERS.get(type(module).__name__)
+        if inside is not None:
+            raise ValueError(
+                f"parallelize: {f'{path!r} of the model' if path else 'the model'} is a {type(module).__name__}, which "
+                f"would run beside what parallelize does; give the module inside, its .{inside}, and let parallelize "
+                f"{'compile it, by compile=True' if inside == '_orig_mod' else 'distribute it'}"
+            )
         is_lazy = getattr(module, "has_uninitialized_params", None)
         if is_lazy is not None and is_lazy():
             raise ValueError(

@@ -291,6 +291,15 @@ def test_a_parameter_that_is_added_behind_parallelize():
     threads(2).run(work)
 
 
+def test_a_model_inside_of_what_compiles_or_distributes_it():
+    for wrapped, said in (
+        (torch.compile(_model("plain")), r"OptimizedModule.* give the module inside, its \._orig_mod, .*compile=True"),
+        (torch.nn.DataParallel(_model("plain")), r"DataParallel.* give the module inside, its \.module"),
+    ):
+        with pytest.raises(ValueError, match=f"the model is a {said}"):
+            threads(1).run(lambda wrapped=wrapped: hp.parallelize(wrapped))
+
+
 @pytest.mark.parametrize("degrees", ["tp=2", "dp_shard=2"])
 def test_a_model_that_is_split_already(degrees):
     def work():
