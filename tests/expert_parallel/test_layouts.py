@@ -7,6 +7,7 @@ import hyper_parallel as hp
 from hyper_parallel import DTensor, Replicate, Shard
 from hyper_parallel.core.expert_parallel.experts_op import experts
 from hyper_parallel.platform import get_platform
+from hyper_parallel.testing import threads
 from tests.expert_parallel.test_experts_op import FORMS, by_token, inputs, leaves, routing
 from tests.frameworks import on_mindspore, ours, theirs
 from tests.world import run_on_ranks, small_or_sweep
@@ -126,3 +127,21 @@ def test_every_form_of_experts(case, form):
 @run_on_ranks(2)
 def test_sharded_features_of_other_forms(form):
     check(*CASES_2["features"], form=form)
+
+
+@pytest.mark.skipif(on_mindspore, reason="autocast is PyTorch's")
+@pytest.mark.parametrize("inner", [8, 5])  # with the grouped kernel, and without
+def test_under_autocast_all_ranks_send_one_dtype(inner):
+    def work():
+        mesh, made = hp.init_device_mesh("cpu", (2,), mesh_dim_names=("ep",)), torch.Generator().manual_seed(0)
+        up, down, tokens = (torch.randn(size, generator=made) for size in ((4, inner, 8), (4, 8, inner), (6, 8)))
+        index, weights = torch.tensor([[0, 1]] * 6), torch.rand(6, 2, generator=made)  # no row for rank 1
+        blocks = [hp.distribute_tensor(one, mesh, [S0]) for one in (up, down)]
+        with torch.autocast("cpu", torch.bfloat16):
+            got = experts(tokens, index, weights, *blocks, activation=torch.relu)
+            want = experts(tokens, index, weights, up, down, activation=torch.relu)
+        assert torch.equal(got, want)
+        exact = experts(tokens, index, weights, up, down, activation=torch.relu)
+        assert 0 < (got - exact).abs().max() < 0.1 * exact.abs().max()
+
+    threads(2).run(work)

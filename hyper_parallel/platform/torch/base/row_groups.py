@@ -55,6 +55,8 @@ def take_rows(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 def grouped_linear(
     rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, counts: Any, is_transposed: bool
 ) -> torch.Tensor:
+    dtype = _dtype_of_product(rows)
+    rows, weight, bias = rows.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     if not _has_kernel(rows, weight):
         return _in_a_loop(rows, weight, bias, counts.numbers(), is_transposed)
     ends = counts.tensor.cumsum(0)
@@ -69,7 +71,15 @@ def grouped_linear(
 
 
 def no_rows(width: int, rows: torch.Tensor, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    return rows.new_zeros(0, width) + sum(map(_zero_of, tensors), rows.sum())
+    return rows.new_zeros(0, width, dtype=_dtype_of_product(rows)) + sum(map(_zero_of, tensors), rows.sum())
+
+
+def _dtype_of_product(rows: torch.Tensor) -> torch.dtype:
+    """Under autocast its own, for no rows and for kernels that it does not know too: what ranks send must be alike."""
+    kind = rows.device.type
+    if rows.dtype == torch.float64 or rows.is_meta or not torch.is_autocast_enabled(kind):
+        return rows.dtype
+    return torch.get_autocast_dtype(kind)
 
 
 def _zero_of(tensor: torch.Tensor) -> torch.Tensor:
