@@ -143,5 +143,7 @@ def test_under_autocast_all_ranks_send_one_dtype(inner):
         assert torch.equal(got, want)
         exact = experts(tokens, index, weights, up, down, activation=torch.relu)
         assert 0 < (got - exact).abs().max() < 0.1 * exact.abs().max()
+        with pytest.raises(ValueError, match=r"tokens are torch.bfloat16 and weights torch.float32; cast"):
+            experts(tokens.bfloat16(), index, weights, *blocks, activation=torch.relu)
 
     threads(2).run(work)

@@ -172,3 +172,23 @@ def test_gate_and_up_in_one_tensor_are_not_sharded_by_features():
             hp.TensorParallel().apply(module, hp.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
 
     threads(2).run(work)
+
+
+@pytest.mark.skipif(on_mindspore, reason="models of transformers are PyTorch's")
+def test_tokens_of_another_dtype_than_the_weights_of_hugging_face():
+    transformers = pytest.importorskip("transformers")
+
+    def work():
+        sizes = {"hidden_size": 8, "intermediate_size": 8, "num_local_experts": 4}
+        config = transformers.MixtralConfig(**sizes, experts_implementation="grouped_mm")
+        torch.manual_seed(0)
+        module = transformers.models.mixtral.modeling_mixtral.MixtralExperts(config).bfloat16()
+        for weight in module.parameters():
+            torch.nn.init.normal_(weight)
+        given = torch.randn(3, 8), torch.tensor([[0, 1]] * 3), torch.rand(3, 2)
+        want = module(*given)
+        hp.ExpertParallel().apply(module, hp.init_device_mesh("cpu", (2,), mesh_dim_names=("ep",)))
+        got = module(*given)
+        assert got.dtype == want.dtype == torch.float32 and torch.allclose(got, want, rtol=0.05, atol=0.05)
+
+    threads(2).run(work)

@@ -57,14 +57,18 @@ def use_operator(module: Any) -> None:
 
 def _forward(module: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
     name = "gate_up_proj" if module.has_gate else "up_proj"
-    return experts(
+    up, dtype = getattr(module, name), hidden_states.dtype
+    if up.dtype != dtype:  # transformers computes in the weights'
+        hidden_states = _platform.tensor_type_cast(hidden_states, up.dtype)
+    result = experts(
         hidden_states,
         top_k_index,
         top_k_weights,
-        getattr(module, name),
+        up,
         module.down_proj,
         activation=module._apply_gate if module.has_gate else module.act_fn,
         up_bias=getattr(module, f"{name}_bias") if module.has_bias else None,
         down_bias=module.down_proj_bias if module.has_bias else None,
         is_transposed=module.is_transposed,
     )
+    return result if result.dtype == dtype else _platform.tensor_type_cast(result, dtype)

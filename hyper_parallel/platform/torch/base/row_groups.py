@@ -55,7 +55,7 @@ def take_rows(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 def grouped_linear(
     rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, counts: Any, is_transposed: bool
 ) -> torch.Tensor:
-    dtype = _dtype_of_product(rows)
+    dtype = _dtype_of_product(rows, [weight] if bias is None else [weight, bias])
     rows, weight, bias = rows.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     if not _has_kernel(rows, weight):
         return _in_a_loop(rows, weight, bias, counts.numbers(), is_transposed)
@@ -71,15 +71,21 @@ def grouped_linear(
 
 
 def no_rows(width: int, rows: torch.Tensor, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    return rows.new_zeros(0, width, dtype=_dtype_of_product(rows)) + sum(map(_zero_of, tensors), rows.sum())
+    return rows.new_zeros(0, width, dtype=_dtype_of_product(rows, tensors)) + sum(map(_zero_of, tensors), rows.sum())
 
 
-def _dtype_of_product(rows: torch.Tensor) -> torch.dtype:
-    """Under autocast its own, for no rows and for kernels that it does not know too: what ranks send must be alike."""
+def _dtype_of_product(rows: torch.Tensor, tensors: Sequence[torch.Tensor]) -> torch.dtype:
+    """That of autocast, or of all of them; the same, or the same error, without rows: other ranks wait for this one."""
     kind = rows.device.type
-    if rows.dtype == torch.float64 or rows.is_meta or not torch.is_autocast_enabled(kind):
-        return rows.dtype
-    return torch.get_autocast_dtype(kind)
+    if rows.dtype != torch.float64 and not rows.is_meta and torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    others = {str(tensor.dtype) for tensor in tensors} - {str(rows.dtype)}
+    if others:
+        raise ValueError(
+            f"experts: tokens are {rows.dtype} and weights {', '.join(sorted(others))}; cast the ones to the others, "
+            "or compute under torch.autocast"
+        )
+    return rows.dtype
 
 
 def _zero_of(tensor: torch.Tensor) -> torch.Tensor:
