@@ -60,6 +60,8 @@ def split_model(
 
     The model runs once up to its second block where inputs can be made for it, to see what blocks hand on.
     """
+    if stages is not None and (isinstance(stages, (str, int)) or not all(isinstance(one, int) for one in stages)):
+        raise TypeError(f"parallelize: stages={stages!r}: give the number of blocks of each stage, such as [5, 6]")
     if stages is not None and len(stages) != num_stages:
         raise ValueError(
             f"parallelize: stages={list(stages)} are {len(stages)} stages, and the schedule has {num_stages}; give the "

@@ -179,10 +179,11 @@ def test_what_cannot_be_asked_for() -> None:
         ({"schedule": "1f2b"}, r"there is no schedule '1f2b'; there are gpipe, 1f1b, .* did you mean 1f1b\?"),
         ({"schedule": "dual_pipe_v", "microbatches": 2}, "dual_pipe_v: 2 microbatches do not work, .*; give 4"),
         ({"stages": [3, 3, 3]}, r"stages=\[3, 3, 3\] are 3 stages, and the schedule has 2; give the number of blocks"),
+        ({"stages": "4,5"}, "stages='4,5': give the number of blocks of each stage, such as"),
         ({"stages": [3, 3]}, r"stages=\[3, 3\] are 6 blocks, and Llama has 9"),
         ({"schedule": "interleaved", "stages_per_rank": 5, "microbatches": 2}, "10 stages of Llama, which has 9"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises((ValueError, TypeError), match=said):
             hp.parallelize(model, "pp=2", **options)
     rank = get_platform().get_rank()
     run = hp.parallelize(model, "pp=2", schedule="1f1b", microbatches=2 + rank)

@@ -83,12 +83,14 @@ def test_forwards_alone():
         (("dual_pipe_v", 4, 7), "dual_pipe_v: 7 microbatches do not work, 4 ranks must be filled .*; give 8$"),
         (("gpipe", 4, 0), "gpipe: microbatches is 0; give at least 1"),
         (("zbv", 0, 4), "zbv: ranks is 0; give at least 1"),
+        (("1f1b", 2, "4"), "1f1b: microbatches is '4'; give a number"),
+        ((7, 2, 4), "a schedule is a name or a Table, got a int: 7"),
         (("zbb", 2, 4), "no schedule 'zbb'; there are gpipe, 1f1b, .*; did you mean zbv?"),
         (("zbv", 2, 4, 3), "zbv has 2 stages per rank, not 3; interleaved, looped_bfs and zb1p take any number"),
     ],
 )
 def test_what_a_schedule_does_not_take(arguments, said):
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises((ValueError, TypeError), match=said):
         make_table(*arguments)
 
 

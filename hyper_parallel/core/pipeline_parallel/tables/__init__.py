@@ -50,6 +50,8 @@ def make_table(schedule: str, ranks: int, microbatches: int, stages_per_rank: in
 
 def schedule_name(given: str) -> str:
     """The name of a schedule as it is in ``SCHEDULES``; an error for one that there is not."""
+    if not isinstance(given, str):
+        raise TypeError(f"a schedule is a name or a Table, got a {type(given).__name__}: {given!r}")
     plain = {_plain(name): name for name in SCHEDULES}
     if _plain(given) not in plain:
         near = difflib.get_close_matches(_plain(given), plain, 1)

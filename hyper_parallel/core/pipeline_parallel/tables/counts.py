@@ -19,8 +19,10 @@ class TooFewRows(ValueError):
 
 
 def demand_counts(schedule: str, **counts: int) -> None:
-    """Refuse numbers below 1."""
+    """Refuse numbers below 1, and what is none."""
     for name, count in counts.items():
+        if not isinstance(count, int) or isinstance(count, bool):
+            raise TypeError(f"{schedule}: {name.replace('_', ' ')} is {count!r}; give a number such as 4")
         if count < 1:
             raise ValueError(f"{schedule}: {name.replace('_', ' ')} is {count}; give at least 1")
 
