@@ -30,12 +30,11 @@ from hyper_parallel.parallel.losses import GivenLoss, LabelledLoss, configs_of_c
 from hyper_parallel.parallel.meshes import Meshes
 from hyper_parallel.parallel.micro_batches import MicroBatch, micro_batches, named_batch, num_rows, parts_of
 from hyper_parallel.parallel.part_runs import InTurn, PartRuns, own_samples, raise_added
-from hyper_parallel.parallel.pipeline import Pipeline
+from hyper_parallel.parallel.pipeline import Pipeline, in_silent_world
 from hyper_parallel.parallel.routed_tokens import RoutedTokens
 from hyper_parallel.parallel.sequence_inputs import Sequences, shard_sequences
 from hyper_parallel.parallel.state_names import more_state, refuse_rest, renamed_model, renamed_optimizer, shared_names
 from hyper_parallel.platform import get_platform
-from hyper_parallel.platform.shared.membership import current_member
 
 __all__ = ["Parallel"]
 
@@ -190,9 +189,7 @@ class Parallel:
 
     def _require_values(self, like: Any) -> None:
         """A model without memory runs where nobody looks at values: in a world that is silent, or on such inputs."""
-        member = current_member()
-        is_silent = member is not None and member.make_group is _platform.silent_group
-        if not is_silent and not _platform.has_no_memory(like):
+        if not in_silent_world() and not _platform.has_no_memory(like):
             for part in self.parts:
                 require_memory(part)
             self._has_values = True
@@ -319,6 +316,7 @@ class Parallel:
 
         ``tokenizer`` is one of transformers, or a folder with its files.
         """
+        self._runs.settle_buffers()
         save_folder(self.model, folder, tokenizer=tokenizer, **options)
 
     def save_adapters(self, folder: Any, *, base: str | None = None) -> None:
@@ -330,6 +328,7 @@ class Parallel:
 
         Without ``frozen`` parameters that are not trained are left out.
         """
+        self._runs.settle_buffers()
         run = {"step": self.step, "seed": initial_seed()}
         model = state_dicts.get_model_state_dict(self.model)
         if not frozen:

@@ -42,6 +42,9 @@ class PartRuns(Protocol):
         ``beside``: what auxiliary losses add to the loss that stages before the last, without an objective, have.
         """
 
+    def settle_buffers(self) -> None:
+        """Let all ranks have the buffers of the ranks that compute with them."""
+
 
 class InTurn:
     """One part after the other through the whole model."""
@@ -74,6 +77,9 @@ class InTurn:
                     _platform.backward(found[0])
             results.append(tuple(map(_platform.detached, found)))
         return results
+
+    def settle_buffers(self) -> None:
+        """Every rank runs the whole model."""
 
     def _reduce_now(self, num_parts: int, is_last: bool) -> None:
         """Parameters that are replicated have room for whole gradients, and reduce them once, with the last part."""

@@ -261,6 +261,25 @@ class Pipeline:
             stages=self._pp,
         )
 
+    def settle_buffers(self) -> None:
+        """Let all ranks have the buffers around the blocks of the stage that computes with them: others only make masks
+        and positions of what runs before the blocks, and run nothing behind them.
+
+        forward: a broadcast of each such buffer, from the first stage's rank or the last one's; no backward.
+        """
+        split, ranks = self.stages.split, _platform.get_process_group_ranks(self._group)
+        parameters = _platform.named_state_parameters(self.stages.model)
+        for name, buffer in sorted(_platform.get_model_state_dict(self.stages.model, options=None).items()):
+            path = name.rpartition(".")[0]
+            if name in parameters or split.stage_of(path) is not None or not _platform.is_tensor(buffer):
+                continue
+            if _platform.has_no_memory(buffer):
+                continue
+            stage = 0 if path in split.before else self.table.stages.last
+            rank = ranks[self.table.stages.rank_of[stage]]
+            value = _platform.broadcast(_platform.copied(_platform.detached(buffer)), rank, self._group)
+            _platform.load_into_param(buffer, value)
+
     def outputs(self, batch: dict[str, Any], of_output: Callable[[Any], Any]) -> Any:
         """The model's outputs for a batch, without gradient; None on ranks without the last stage."""
         kept: list[Any] = []

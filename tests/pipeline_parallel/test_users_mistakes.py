@@ -97,3 +97,39 @@ def test_mistakes() -> None:
     ):
         with pytest.raises((ValueError, RuntimeError), match=said):
             threads(2).run(work)
+
+
+class _Averages(_Model):
+    """Averages in modules without parameters, before and behind the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = (nn.BatchNorm1d(4, affine=False) for _ in range(2))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.first(self.embed(input_ids))
+        for block in self.blocks:
+            x = block(x)
+        return self.last(self.head(x))
+
+
+def test_a_checkpoint_has_the_buffers_of_the_stage_that_computes_them(tmp_path: Any) -> None:
+    torch.manual_seed(0)
+    whole = _Averages().double()
+    given = copy.deepcopy(whole)
+    ids = torch.arange(28).reshape(7, 4) % 11
+    whole(ids)
+
+    def save() -> None:
+        run = hp.parallelize(copy.deepcopy(given), "pp=2", microbatches=1, loss=_loss)
+        run.forward_backward(ids)
+        run.save(tmp_path)
+
+    def load(degrees: str) -> dict[str, torch.Tensor]:
+        run = hp.parallelize(copy.deepcopy(given), degrees, microbatches=1, loss=_loss)
+        run.load(tmp_path)
+        return dict(run.model.named_buffers())
+
+    threads(2).run(save)
+    for found in threads(1).run(load, "dp_shard=1") + threads(2).run(load, "pp=2"):
+        torch.testing.assert_close(found, dict(whole.named_buffers()), rtol=1e-12, atol=0)

@@ -29,17 +29,18 @@ _platform = get_platform()
 class Split:
     """A model in stages, by paths of modules and names of parameters of the whole model.
 
-    ``prologue`` runs before the blocks, on stage 0, ``epilogue`` behind them, on the last one; ``stages`` has the
-    blocks of each. ``order`` are the trainable parameters with their dtypes in the model's order, each under the first
-    of its names, and ``shared`` those that several stages hold a copy of, with these stages. ``dtypes`` has those of
-    all parameters. ``stream`` is what is handed on for the inputs that were given, None if there were none; ``costs``
-    what the stages were balanced by.
+    ``prologue`` runs before the blocks, on stage 0, ``epilogue`` behind them, on the last one: modules with parameters;
+    ``before`` has all modules that run before the blocks, ``stages`` the blocks of each stage. ``order`` are the
+    trainable parameters with their dtypes in the model's order, each under the first of its names, and ``shared`` those
+    that several stages hold a copy of, with these stages. ``dtypes`` has those of all parameters. ``stream`` is what is
+    handed on for the inputs that were given, None if there were none; ``costs`` what the stages were balanced by.
     ``num_outputs`` is the length of the tuples that blocks give, 0 where they give the stream alone or with a loss.
     """
 
     stages: tuple[tuple[str, ...], ...]
     prologue: tuple[str, ...]
     epilogue: tuple[str, ...]
+    before: frozenset[str]
     order: Mapping[str, Any]
     shared: Mapping[str, tuple[int, ...]]
     dtypes: frozenset[str]
@@ -115,6 +116,7 @@ def split_stages(
         stages=paths,
         prologue=tuple(before),
         epilogue=tuple(behind),
+        before=_all_before(modules, blocks, seen),
         order=order,
         shared={},
         dtypes=frozenset(_platform.dtype_name(one.dtype) for one in named.values()),
@@ -156,6 +158,13 @@ def _ends(
             )
         (before if is_first else behind).append(path)
     return before, behind
+
+
+def _all_before(modules: Mapping[str, Any], blocks: Sequence[str], seen: Seen | None) -> frozenset[str]:
+    """The modules that run before the blocks, without those around the blocks."""
+    paths = list(modules)
+    found = paths[: paths.index(blocks[0])] if seen is None else seen.before
+    return frozenset(path for path in found if path and not any(one.startswith(f"{path}.") for one in blocks))
 
 
 def _first_names(model: Any) -> dict[str, str]:
