@@ -147,7 +147,7 @@ def make_report(job: Job, run: RankRun, rank: int, ranks: tuple[int, ...], devic
     optimizer = job.optimizer if isinstance(job.optimizer, str) else getattr(job.optimizer, "__name__", "none")
     return DryRun(
         model=job.source.name,
-        degrees={axis: size for axis, size in job.degrees.sizes.items() if size > 1} or {"dp_shard": 1},
+        degrees=_degrees(job) or {"dp_shard": 1},
         world_size=job.world_size,
         rank=rank,
         ranks=ranks,
@@ -196,3 +196,8 @@ def starred(by_path: Mapping[str, int]) -> dict[str, tuple[int, int]]:
         before, count = found.get(name, (0, 0))
         found[name] = (before + num_bytes, count + 1)
     return dict(sorted(found.items(), key=lambda item: (-item[1][0], item[0])))
+
+
+def _degrees(job: Job) -> dict[str, int]:
+    """Those above 1; experts are on ranks that others name too."""
+    return {axis: size for axis, size in (*job.degrees.sizes.items(), ("ep", int(job.degrees.ep))) if size > 1}

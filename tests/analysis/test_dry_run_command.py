@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hyper_parallel.cli.main import app
+from tests.analysis.real_steps import write_config
 
 only_on = "torch"  # which executes the run; on MindSpore test_on_mindspore.py asks it
 
@@ -54,6 +55,12 @@ def test_options_of_parallelize():
     )
     (data,) = json.loads(_run("dry-run", "llama-demo", "--length", 64, *arguments, "--json").stdout)
     assert data["degrees"] == {"dp_shard": 2, "cp": 2} and data["microbatches"] == 2
+
+
+def test_experts_are_named_among_the_degrees(tmp_path):
+    config = write_config(tmp_path, "mixtral")
+    done = _run("dry-run", config, "-d", "dp_shard=2, ep=2", "--length", 32, "--dtype", "float32")
+    assert "rank 0 of 2 (dp_shard 2 x ep 2)" in done.stdout
 
 
 def test_options_of_stages():
