@@ -8,6 +8,7 @@ import hyper_parallel as hp
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.shared.membership import Member, as_member
 from tests.lowering.training import blocks_of, count_of, ids_and_labels, largest_difference, model_of, train
+from tests.tensor_parallel.hugging_face import whole
 from tests.world import run_on_ranks
 
 only_on = "torch"  # Hugging Face models, and worlds of threads; MindSpore has a file of its own
@@ -136,13 +137,24 @@ def test_draws_of_plain_tensors_and_what_is_computed_again():
 
 @run_on_ranks(2)
 def test_every_call_compared_with_dispatch():
-    model = model_of("gpt2_dropout")
-    run = hp.parallelize(model, "tp=2")
-    lowering = hp.lower(model, blocks_of("gpt2"), verify_every=1)
-    for step in range(3):
-        ids, labels = ids_and_labels(step, 8)
-        run.forward_backward(input_ids=ids, labels=labels)
-    assert count_of(lowering, "verified") == count_of(lowering, "lowered") == [2, 2]
+    def norms(degrees, verify_every, **options):
+        model = model_of("gpt2_dropout")
+        hp.manual_seed(3)
+        run = hp.parallelize(model, degrees, **options)
+        lowering = hp.lower(model, blocks_of("gpt2"), verify_every=verify_every)
+        seen = []
+        for step in range(3):
+            ids, labels = ids_and_labels(step, 8)
+            mine = run.mine(range(len(ids)))
+            run.forward_backward(input_ids=ids[mine.start : mine.stop], labels=labels[mine.start : mine.stop])
+            seen.append(whole(run.clip_grad_norm_(1.0)))
+        return torch.stack(seen), lowering
+
+    for degrees, options in (("tp=2", {}), ("dp_shard=2", {"recompute": "full"})):
+        want, _ = norms(degrees, None, **options)
+        got, lowering = norms(degrees, 1, **options)
+        assert torch.equal(got, want), degrees
+        assert all(count_of(lowering, "verified")), lowering
 
 
 @run_on_ranks(2)

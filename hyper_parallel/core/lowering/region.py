@@ -132,6 +132,12 @@ class Region:
         first = inputs.tensors[0] if inputs.tensors else None
         return any(one() is first for one in self._recorded_on)
 
+    def note_dispatch(self, inputs: Inputs) -> None:
+        """A call that could be lowered runs by dispatch; see Note [Recomputed calls]."""
+        if inputs.tensors:
+            self._recorded_on = [one for one in self._recorded_on if one() is not None]
+            self._recorded_on.append(weakref.ref(inputs.tensors[0]))
+
     # ---------------------------------------------------------------- recording
 
     def _record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -154,9 +160,7 @@ class Region:
         names = recorder.take_inputs(inputs)
         before, drawn, facts = AttributesBefore(fresh.modules), _host_draws(), (fresh.facts(), fresh.contents())
         given = Holdings(()).content((args, kwargs))
-        if inputs.tensors:
-            self._recorded_on = [one for one in self._recorded_on if one() is not None]
-            self._recorded_on.append(weakref.ref(inputs.tensors[0]))
+        self.note_dispatch(inputs)
         self.num_calls["recorded"] += 1
         forgetful = carrying_nothing(inputs.tensors if is_recomputed_later() else ())
         with forgetful, _platform.recording_calls(recorder, _platform, inputs.tensors):

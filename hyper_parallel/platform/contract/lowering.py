@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 
@@ -46,6 +47,11 @@ class LoweredPrograms:
     @staticmethod
     def saves_otherwise() -> Any:
         """Whether hooks see what is saved for backward: recomputation, or saved tensors on the host."""
+
+    @staticmethod
+    def saving_as_ever() -> Any:
+        """A context in which no such hooks see what is saved."""
+        return nullcontext()
 
     @staticmethod
     def is_framework_constant(value: Any) -> Any:

@@ -11,6 +11,7 @@ from torch import nn
 
 from hyper_parallel.platform.torch.base.dtensor_base import DTensorBase, local_alias
 from hyper_parallel.platform.torch.communication.pretend_groups import is_silent
+from hyper_parallel.platform.torch.modules.parameter_units import comparing_gradients
 from hyper_parallel.platform.torch.private_api import (
     NoInterception,
     has_global_hooks,
@@ -40,6 +41,7 @@ __all__ = [
     "rounding",
     "run_locally",
     "saves_otherwise",
+    "saving_as_ever",
     "set_draw_state",
     "tensor_names",
     "values_at",
@@ -139,6 +141,11 @@ def saves_otherwise() -> bool:
     return saving_hooks() is not None
 
 
+def saving_as_ever() -> Any:
+    """A context in which no such hooks see what is saved."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+
+
 def can_record() -> bool:
     """Whether calls of this thread may be recorded and replaced now: not where tensors have no memory, or hooks for all
     modules are to see those inside.
@@ -178,7 +185,7 @@ def set_draw_state(state: Any) -> None:
 
 def gradients_of_sum(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[Any]:
     """The gradients of the sum of all elements of all blocks of ``outputs``; None where there is none."""
-    with NoInterception(), torch.enable_grad():  # autograd's own code must not see global shapes
+    with NoInterception(), torch.enable_grad(), comparing_gradients():  # autograd's own code must not see global shapes
         wanted = [local_alias(one) if isinstance(one, DTensorBase) else one for one in outputs if _REQUIRES_GRAD(one)]
         if not wanted or not inputs:
             return [None] * len(inputs)

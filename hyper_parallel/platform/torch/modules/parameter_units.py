@@ -9,6 +9,7 @@ see the registered parameter. A recurrent layer keeps a list of its weights besi
 from __future__ import annotations
 
 import itertools
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -140,6 +141,23 @@ def leave_gradients_missing(ctx: Any) -> None:
 # ---------------------------------------------------------------- backward
 
 
+class _Comparing(threading.local):
+    is_on = False
+
+
+_comparing = _Comparing()
+
+
+@contextmanager
+def comparing_gradients() -> Iterator[None]:
+    """Inside, gradients of this thread are taken in the middle of a forward, of one module: no backward has begun."""
+    before, _comparing.is_on = _comparing.is_on, True
+    try:
+        yield
+    finally:
+        _comparing.is_on = before
+
+
 def before_backward(tensors: Sequence[torch.Tensor], call: Callable[[], None]) -> bool:
     """Hooks on the nodes that made the tensors, and not on the tensors: a tensor that is a view and is written to in
     place gets another node, the node of its base runs in any case.
@@ -148,7 +166,8 @@ def before_backward(tensors: Sequence[torch.Tensor], call: Callable[[], None]) -
     found = False
 
     def on_gradients(_: Any) -> None:
-        call()
+        if not _comparing.is_on:
+            call()
 
     with NoInterception():
         for tensor in tensors:
