@@ -34,6 +34,16 @@ def test_the_platform_calls_are_these():
 
 
 @run_on_ranks(2)
+def test_one_element_of_a_strided_tensor_travels() -> None:
+    mesh = hp.init_device_mesh("cpu", (2,))
+    for dtype in (torch.complex128, torch.complex64, torch.bfloat16, torch.bool, torch.uint16):
+        value = torch.ones(2, 2).to(dtype)[:, 0]
+        block = value.narrow(0, mesh.get_local_rank(), 1)
+        assert block.is_contiguous() and block.stride() == (2,)
+        assert torch.equal(hp.DTensor.from_local(block, mesh, [hp.Shard(0)]).full_tensor(), value)
+
+
+@run_on_ranks(2)
 def test_types_without_arithmetic_are_not_reduced():
     with pytest.raises(ValueError, match="has no arithmetic; cast"):
         collectives.all_reduce(torch.zeros(2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2), None)

@@ -240,6 +240,12 @@ def set_tensor_requires_grad(input_tensor: torch.Tensor) -> torch.Tensor:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+def as_bytes(data: torch.Tensor) -> torch.Tensor:
+    """The memory of a plain tensor that is contiguous, as bytes in one dim."""
+    flat = data.reshape(-1)
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # one element is contiguous whatever its stride
+
+
 def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
     """A copy of ``tree`` with ``fn`` applied to every leaf.
 

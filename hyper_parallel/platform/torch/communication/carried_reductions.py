@@ -28,6 +28,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from hyper_parallel.platform.torch.base.tensors import as_bytes
+
 _ReduceOp = dist.ReduceOp
 
 REDUCE_OPS = ("sum", "avg", "max", "min", "prod", "band", "bor", "bxor", "all", "any")
@@ -160,7 +162,7 @@ def find_carrier(op: str, dtype: torch.dtype, backend: Backend) -> Carrier | Non
     if op in _BITWISE:
         if dtype in backend.reduces:
             return Carrier(_NATIVE_OPS[op])
-        return Carrier(_NATIVE_OPS[op], lambda data: data.reshape(-1).view(torch.uint8))
+        return Carrier(_NATIVE_OPS[op], as_bytes)
     if dtype.is_complex:
         return _carry_complex(op, dtype, backend)
     if dtype is torch.uint64:

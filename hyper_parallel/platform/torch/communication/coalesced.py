@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from hyper_parallel.platform.checks.collective_observers import CollectiveCall, announce, observers, wait_observers
+from hyper_parallel.platform.torch.base.tensors import as_bytes
 from hyper_parallel.platform.torch.communication import collectives, groups
 from hyper_parallel.platform.torch.communication.group_facts import (
     GATHER_OPTIONS,
     GroupFacts,
-    as_bytes,
     check_out,
     contiguous,
     find_facts,

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from hyper_parallel.platform.checks.collective_observers import announce, observers, tell_end
 from hyper_parallel.platform.shared.collective_gradients import Framework, make_functions
+from hyper_parallel.platform.torch.base.tensors import as_bytes
 from hyper_parallel.platform.torch.communication import collectives, group_facts, groups
 from hyper_parallel.platform.torch.communication.lost_ranks import completed, naming_lost_ranks
 from hyper_parallel.platform.torch.communication.pretend_groups import PretendGroup
@@ -46,17 +47,17 @@ def _exchange(tensor: torch.Tensor, peer_rank: int, group: dist.ProcessGroup) ->
     call = announce("p2p_exchange", group, tensor, peer=peer_rank) if observers else None
     # As bytes, which every backend moves. In one batch: two ranks that each send first and receive after would
     # block each other on an accelerator.
-    sent = group_facts.as_bytes(group_facts.contiguous(tensor))
+    sent = as_bytes(group_facts.contiguous(tensor))
     if isinstance(group, PretendGroup):
         group.send([sent], facts.places[peer_rank])
-        group.recv([group_facts.as_bytes(received)], facts.places[peer_rank]).wait()
+        group.recv([as_bytes(received)], facts.places[peer_rank]).wait()
         tell_end(call)
         return received
     with naming_lost_ranks():
         works = dist.batch_isend_irecv(
             [
                 dist.P2POp(dist.isend, sent, peer_rank, group),
-                dist.P2POp(dist.irecv, group_facts.as_bytes(received), peer_rank, group),
+                dist.P2POp(dist.irecv, as_bytes(received), peer_rank, group),
             ]
         )
     for work in works:

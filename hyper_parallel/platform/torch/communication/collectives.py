@@ -28,13 +28,13 @@ import torch.distributed as dist
 
 from hyper_parallel.platform.checks.collective_checks import check_splits, describe_objects
 from hyper_parallel.platform.checks.collective_observers import CollectiveCall, announce, observers, wait_observers
+from hyper_parallel.platform.torch.base.tensors import as_bytes
 from hyper_parallel.platform.torch.communication import groups
 from hyper_parallel.platform.torch.communication.carried_reductions import reduce_stacked
 from hyper_parallel.platform.torch.communication.group_facts import (
     GATHER_OPTIONS,
     GroupFacts,
     Reduction,
-    as_bytes,
     check_out,
     check_writable,
     contiguous,
@@ -196,7 +196,7 @@ def all_gather_into_tensor(
         result = data.new_empty((shape[0] * size, *shape[1:])) if out is None else out
         received = result.view(-1)
         if not movable:
-            sent, received = sent.view(torch.uint8), received.view(torch.uint8)
+            sent, received = as_bytes(sent), as_bytes(received)
     if facts.ledger is not None:
         facts.ledger.enter("all_gather_into_tensor", shape, dtype)
     work = group_info.all_gather_single(received, sent, GATHER_OPTIONS[async_op])

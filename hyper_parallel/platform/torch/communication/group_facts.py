@@ -163,10 +163,6 @@ def contiguous(data: torch.Tensor) -> torch.Tensor:
     return data.new_empty(data.shape).copy_(data.detach())
 
 
-def as_bytes(data: torch.Tensor) -> torch.Tensor:
-    return data.reshape(-1).view(torch.uint8)
-
-
 def check_writable(function: str, data: torch.Tensor, facts: GroupFacts) -> None:
     if any(stride == 0 and size > 1 for size, stride in zip(data.shape, data.stride(), strict=True)):
         raise ValueError(

@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from hyper_parallel.platform.checks.collective_checks import check_message, describe_objects
 from hyper_parallel.platform.checks.collective_observers import announce, observers, telling, wait_observers
+from hyper_parallel.platform.torch.base.tensors import as_bytes
 from hyper_parallel.platform.torch.communication import groups
 from hyper_parallel.platform.torch.communication.group_facts import (
     GroupFacts,
-    as_bytes,
     check_writable,
     contiguous,
     find_facts,

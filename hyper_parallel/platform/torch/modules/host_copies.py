@@ -18,6 +18,7 @@ import torch
 
 from hyper_parallel.platform.torch.base import devices
 from hyper_parallel.platform.torch.base.dtensor_base import detached
+from hyper_parallel.platform.torch.base.tensors import as_bytes
 from hyper_parallel.platform.torch.modules.raw_bits import raw_array
 
 __all__ = ["copy_raw_to_host", "is_in_host_memory"]
@@ -54,7 +55,7 @@ def copy_raw_to_host(copies: Iterable[tuple[torch.Tensor, np.ndarray[Any, Any]]]
 
 def _bits(plain: torch.Tensor) -> torch.Tensor:
     """The bits as bytes in row-major order, on the device."""
-    return plain.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
+    return as_bytes(plain.resolve_conj().resolve_neg())
 
 
 def _split(array: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:

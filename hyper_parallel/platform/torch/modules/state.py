@@ -14,6 +14,7 @@ from torch import nn
 from hyper_parallel.platform.host import safetensors_file
 from hyper_parallel.platform.shared.framework_of import kind_of
 from hyper_parallel.platform.shared.state_options import read_options
+from hyper_parallel.platform.torch.base.tensors import as_bytes
 from hyper_parallel.platform.torch.communication import groups
 
 __all__ = ["get_model_state_dict", "load_checkpoint", "save_checkpoint"]
@@ -131,7 +132,7 @@ def save_checkpoint(
 def _entry(tensor: torch.Tensor) -> safetensors_file.Entry:
     def get_bytes() -> np.ndarray:
         values = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        return values.reshape(-1).view(torch.uint8).numpy()
+        return as_bytes(values).numpy()
 
     return safetensors_file.Entry(
         _SAFETENSORS_NAMES[tensor.dtype], tuple(tensor.shape), tensor.element_size(), get_bytes
