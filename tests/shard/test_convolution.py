@@ -90,3 +90,13 @@ def test_sizes_that_are_refused_are_refused_on_every_rank() -> None:
     for options in ({"padding": -1}, {"padding": (0, -1)}, {"dilation": 0}, {"stride": 0}, {"groups": 0}):
         with pytest.raises(RuntimeError, match=r"conv2d|not supported|greater than zero"):
             torch.nn.functional.conv2d(x, weight, **options)
+
+
+@run_on_ranks(2)
+def test_a_pending_sum_of_whole_numbers_is_done_before_they_are_averaged() -> None:
+    mesh = hp.init_device_mesh("cpu", (2,))
+    value = torch.arange(12).reshape(1, 2, 6)
+    block = value // 2 if mesh.get_local_rank() == 0 else value - value // 2
+    pending = hp.DTensor.from_local(block, mesh, [hp.Partial()])
+    pool = torch.nn.functional.avg_pool1d
+    assert torch.equal(pool(pending, 3).full_tensor(), pool(value, 3))

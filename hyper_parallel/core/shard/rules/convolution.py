@@ -91,11 +91,12 @@ def _per_channel(num_spatial: int, is_linear: bool) -> Callable[[OpCall], Signat
     def signature(call: OpCall) -> Signature:
         leading = letters(call.tensors[0].ndim - num_spatial)
         labels = (*leading, *(None,) * num_spatial)
-        # An index of the largest element counts within its channel.
+        # Whole numbers are rounded. An index of the largest element counts within its channel.
+        is_rounded = "int" in get_platform().dtype_name(call.tensors[0].dtype)
         return Signature(
             (labels,) * len(call.tensors),
             (labels,) * len(call.outputs),
-            linear=(frozenset({0}),) if is_linear else (),
+            linear=(frozenset({0}),) if is_linear and not is_rounded else (),
             local=with_spare_rows,
             needs_local=lacks_rows,
         )
@@ -105,7 +106,7 @@ def _per_channel(num_spatial: int, is_linear: bool) -> Callable[[OpCall], Signat
 
 for _rank in (1, 2, 3):
     for _name in _LINEAR_POOLS:
-        rule(_name.format(_rank))(_per_channel(_rank, True))
+        rule(_name.format(_rank), by_dtype=True)(_per_channel(_rank, True))
     for _name in _MAX_POOLS:
         rule(_name.format(_rank))(_per_channel(_rank, False))
 
@@ -123,7 +124,7 @@ def _checked(positions_rule: Rule) -> Rule:
 for _rank in (2, 3):
     rule(f"max_unpool{_rank}d")(_checked(_per_channel(_rank, False)))
 for _name in _UPSAMPLE:
-    rule(_name)(_per_channel(int(next(character for character in _name if character.isdigit())), True))
+    rule(_name, by_dtype=True)(_per_channel(int(next(character for character in _name if character.isdigit())), True))
 
 
 @rule("grid_sampler", "grid_sampler_2d", "grid_sampler_3d")
