@@ -283,3 +283,16 @@ def test_views_taken_under_no_grad_follow_their_base() -> None:
                 whole = _base() * 2
                 take(whole).add_(1)
                 torch.testing.assert_close(base.full_tensor(), whole)
+
+
+@run_on_ranks(2)
+def test_copies_and_stretched_views() -> None:
+    mesh = hp.init_device_mesh("cpu", (2,))
+    for layout in layouts_of(mesh, torch.ones(1, 3), False):
+        base = hp.distribute_tensor(torch.ones(1, 3), mesh, layout)
+        stretched = base.expand(4, 3)
+        for copy_of in (torch.unsqueeze_copy(base, 0), torch.squeeze_copy(base)):
+            copy_of.add_(1)
+        assert torch.equal(base.full_tensor(), torch.ones(1, 3))
+        base.mul_(3)
+        assert torch.equal(stretched.full_tensor(), torch.full((4, 3), 3.0))

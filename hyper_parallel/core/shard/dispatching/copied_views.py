@@ -31,6 +31,8 @@ _platform = get_platform()
 _VIEW_OPS = _platform.view_ops()
 _WHERE_POSSIBLE = _VIEW_OPS & {"reshape", "reshape_as", "flatten", "ravel", "contiguous"}
 
+_STRETCHES = frozenset({"expand", "expand_as", "broadcast_to"})
+
 
 @dataclass
 class _Source:
@@ -287,9 +289,10 @@ def _linked(
         return item
     shares = _platform.shares_memory(item, base)
     may_share = may_share and name not in _WHERE_POSSIBLE and not base._layout.has_partial
-    # A copy of its own, where this rank has the row of which the others have zeros, and where autograd would not let a
-    # part of what was gathered be written into.
-    if not (shares and may_share) and (shares or _platform.needs_grad(item)):
+    # A copy of its own, where this rank has the row of which the others have zeros, where autograd would not let a part
+    # of what was gathered be written into, and of a stretched dim, whose elements lie in one cell.
+    is_fixed = _platform.needs_grad(item) or name in _STRETCHES
+    if not (shares and may_share) and (shares or is_fixed):
         item = _platform.as_dtensor(DTensor, _block(item).clone(), item._layout, item._global_shape)
         shares = False
     item.__class__ = CopiedView

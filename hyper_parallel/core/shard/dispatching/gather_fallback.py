@@ -17,8 +17,7 @@ from hyper_parallel.platform import get_platform
 
 _platform = get_platform()
 
-# Which of their arguments these write into without counting it.
-_WRITING_UNCOUNTED = {"apply_": (0,), "map_": (0,), "map2_": (0,), "_batch_norm_with_update": (3, 4)}
+_WRITING_UNCOUNTED = frozenset({"apply_", "map_", "map2_"})
 
 
 def run_gathered(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -64,7 +63,10 @@ def run_gathered(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
             result = func(*plain_args, **plain_kwargs)
     outs: list[int] = []  # written by what need not count: an operator may write through an alias
     _platform.tree_map(lambda value: outs.append(id(value)), kwargs.get("out"))
-    outs += [id(args[place]) for place in _WRITING_UNCOUNTED.get(name, ())]
+    if name in _WRITING_UNCOUNTED:
+        outs.append(id(args[0]))
+    if name == "_batch_norm_with_update":
+        outs += [id(value) for value in (*args[3:5], kwargs.get("running_mean"), kwargs.get("running_var"))]
     same = {id(full): tensor for tensor, full, _, _ in gathered.values()}
     for tensor, full, version, history in gathered.values():
         if tuple(full.shape) != tuple(tensor.shape):  # an out= that was resized

@@ -74,6 +74,11 @@ def _reshape(call: LocalCall) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     return _platform.Tensor.reshape, (call.local_output_shape(),), {}
 
 
+def _reshaped_copy(call: LocalCall) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    shape = call.local_output_shape()
+    return lambda block: _platform.Tensor.reshape(block, shape).clone(), (), {}
+
+
 def _resized(call: OpCall, rewrite: Callable[[LocalCall], Any]) -> Signature:
     before, after, divisors = view_labels(call.tensors[0].shape, call.outputs[0])
     offers = _moved_shards(call.tensors[0].layout, before, divisors)
@@ -118,9 +123,14 @@ def reshape(call: OpCall) -> Signature | None:
     return _resized(call, _to_local_sizes)
 
 
-@rule("flatten", "ravel", "unflatten", "squeeze", "squeeze_copy", "unsqueeze", "unsqueeze_copy")
+@rule("flatten", "ravel", "unflatten", "squeeze", "unsqueeze")
 def resized(call: OpCall) -> Signature:
     return _resized(call, _reshape)
+
+
+@rule("squeeze_copy", "unsqueeze_copy")
+def resized_copy(call: OpCall) -> Signature:
+    return _resized(call, _reshaped_copy)
 
 
 @rule("view_as_real", "view_as_complex")
