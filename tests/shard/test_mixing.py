@@ -45,6 +45,7 @@ def test_plain_tensors_without_dims_are_counted_among_the_tensors() -> None:
         lambda x, two: torch.nn.functional.embedding(two, x),
         lambda x, two: torch.nn.functional.cross_entropy(x[0], two),
         lambda x, two: torch.nn.functional.mse_loss(x, two.double()),
+        lambda x, two: torch.nn.functional.gaussian_nll_loss(x[0], x[1], two.double()),
         lambda x, two: torch.broadcast_tensors(x, two)[1],
         lambda x, two: torch.tensordot(x, two.double(), 0),
         lambda x, two: torch.meshgrid(x[0], two.double(), indexing="ij")[1],

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from hyper_parallel.core.dtensor.distributed_tensor import DTensor
+from hyper_parallel.core.shard.dispatching.mixing import plain_as_replicated
 from hyper_parallel.core.shard.dispatching.special_ops import SPECIAL_OPS
 from hyper_parallel.core.shard.rule_kit.agreed_errors import on_host, with_agreed_errors
 from hyper_parallel.core.shard.rule_kit.rule_table import rule
@@ -183,6 +184,7 @@ def _share_of_mean(call: LocalCall, kept: Labels, shape: tuple[int, ...], names:
 
 def _gaussian_nll_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The function written in Python, which clamps a copy of the variance in place: that cannot be a pending sum."""
+    args, kwargs = plain_as_replicated(args, kwargs, scalars=True)
     args = tuple(
         value.reduce_partial() if isinstance(value, DTensor) and value.layout.has_partial else value for value in args
     )

@@ -37,6 +37,11 @@ class Pending:
 _LARGE = 1 << 16  # elements from which torch.cat, which copies by whole rows, is faster than a permuted copy
 
 
+def _joined(parts: list[torch.Tensor] | tuple[torch.Tensor, ...], dim: int) -> torch.Tensor:
+    """``torch.cat`` into new memory, which autocast lets be: it refuses dtypes that are not its own."""
+    return torch.cat(parts, dim, out=parts[0].new_empty(0))
+
+
 def gather_blocks(
     tensor: torch.Tensor, dim: int, sizes: Sequence[int], positions: Sequence[int] | None, group: Any
 ) -> Pending:
@@ -52,10 +57,10 @@ def gather_blocks(
             if dim == 0:
                 return gathered.flatten(0, 1)
             if gathered.numel() >= _LARGE:
-                return torch.cat(gathered.unbind(0), dim)
+                return _joined(gathered.unbind(0), dim)
             return gathered.movedim(0, dim).flatten(dim, dim + 1).contiguous()
         order = range(num_blocks) if positions is None else positions
-        return torch.cat([gathered[place].narrow(dim, 0, size) for place, size in zip(order, sizes, strict=True)], dim)
+        return _joined([gathered[place].narrow(dim, 0, size) for place, size in zip(order, sizes, strict=True)], dim)
 
     return Pending(handle, finish)
 
@@ -102,7 +107,7 @@ def exchange_blocks(
 ) -> Pending:
     """``sends[r]`` of my block goes to group rank r, which fills ``receives[r]`` of the result; ``kept`` stays here."""
     parts = [tensor[box.slices].reshape(-1) for box in sends if box is not None]
-    packed = torch.cat(parts) if parts else tensor.new_empty(0)
+    packed = _joined(parts, 0) if parts else tensor.new_empty(0)
     send_sizes = [_numel(box) for box in sends]
     receive_sizes = [_numel(box) for box in receives]
     received, handle = collectives.all_to_all_single(
