@@ -177,9 +177,10 @@ def test_functional_products() -> None:
         _, want = product(function, x, *given)
         _, mine = product(function, ours, *((ours_v,) if given else ()))
         torch.testing.assert_close(mine.full_tensor(), want)
-    _, want = torch.autograd.functional.jvp(lambda x: x.exp() * x, x, v)
-    _, mine = torch.autograd.functional.jvp(lambda x: x.exp() * x, ours, ours_v)
-    torch.testing.assert_close(mine.full_tensor(), want)
+    for mapping in (lambda x: x.exp() * x, lambda x: x.sum(0), lambda x: x.sin() @ x.T):
+        _, want = torch.autograd.functional.jvp(mapping, x, v)
+        _, mine = torch.autograd.functional.jvp(mapping, ours, ours_v)
+        torch.testing.assert_close(mine.full_tensor(), want)
 
 
 @run_on_ranks(2)

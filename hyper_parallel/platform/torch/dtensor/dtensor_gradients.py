@@ -23,6 +23,7 @@ from hyper_parallel.platform.torch.base.dtensor_base import (
     detached,
     local_alias,
 )
+from hyper_parallel.platform.torch.communication.differentiable import vary
 from hyper_parallel.platform.torch.dtensor.local_calls import zeros_kept_in_graph
 from hyper_parallel.platform.torch.private_api import NoInterception
 
@@ -126,6 +127,19 @@ def labelled(gradient: torch.Tensor, kind: type, layout: Any, shape: Any) -> Any
     return as_dtensor(kind, plain, layout.gradient(), shape)
 
 
+def given_block(tensor: Any, gradient: Any) -> torch.Tensor:
+    """The block of a gradient that the program gives for ``tensor``; see :func:`count_on_one_rank` for the way out.
+
+    That of a pending sum is whole, and next meets the backward of an operator that varies: it enters through an edge.
+    """
+    block = local_alias(tensor.lawful_gradient(gradient))
+    mesh, partials = tensor._layout.mesh, tensor._layout.partials
+    axes = tuple(axis for axis, op in enumerate(partials) if op is not None and mesh.shape[axis] > 1)
+    if not axes or not block.requires_grad or mesh.get_coordinate() is None:
+        return block
+    return vary(block, mesh.get_group(axes))
+
+
 def count_on_one_rank(gradient: torch.Tensor, mesh: Any, axes: Sequence[int]) -> torch.Tensor:
     """The gradient of a value that is a pending sum over ``axes``, to be used as a whole value there.
 
@@ -153,14 +167,14 @@ def _starts(tensors: Any, gradients: Any, name: str) -> tuple[tuple[Any, ...], t
 
 def _start(tensor: Any, gradient: Any) -> tuple[Any, Any]:
     if isinstance(tensor, Root) and gradient is not None:
-        return tensor.edge, local_alias(tensor.lawful_gradient(gradient))
+        return tensor.edge, given_block(tensor, gradient)
     if not isinstance(tensor, DTensorBase):
         return (tensor.edge if isinstance(tensor, Root) else tensor), gradient
     tensor = _summed(tensor)
     with torch.enable_grad():  # autograd's own code must not see the global shape
         start = local_alias(tensor)
     if gradient is not None:
-        return start, local_alias(tensor.lawful_gradient(gradient))
+        return start, given_block(tensor, gradient)
     if tensor._global_shape.numel() != 1:
         raise RuntimeError(
             "grad can be implicitly created only for scalar outputs, not for one of shape "

@@ -16,9 +16,8 @@ import torch
 from torch.utils.hooks import BackwardHook
 
 from hyper_parallel.platform.shared.lawful_gradients import LawfulGradients
-from hyper_parallel.platform.torch.base.dtensor_base import DTensorBase, local_alias
-from hyper_parallel.platform.torch.communication.differentiable import vary
-from hyper_parallel.platform.torch.dtensor.dtensor_gradients import labelled
+from hyper_parallel.platform.torch.base.dtensor_base import DTensorBase
+from hyper_parallel.platform.torch.dtensor.dtensor_gradients import given_block, labelled
 from hyper_parallel.platform.torch.private_api import NoInterception
 
 _plain_apply_on_tensors = BackwardHook._apply_on_tensors
@@ -34,12 +33,7 @@ class _Label(LawfulGradients):
         return labelled(block, self.kind, self._layout, self._global_shape)
 
     def block(self, gradient: Any) -> torch.Tensor:
-        block = local_alias(self.lawful_gradient(gradient))
-        mesh, partials = self._layout.mesh, self._layout.partials
-        axes = tuple(axis for axis, op in enumerate(partials) if op is not None and mesh.shape[axis] > 1)
-        if not axes or not block.requires_grad or mesh.get_coordinate() is None:
-            return block
-        return vary(block, mesh.get_group(axes))
+        return given_block(self, gradient)
 
 
 def register_hook(tensor: Any, hook: Callable[[Any], Any]) -> Any:
