@@ -270,7 +270,7 @@ def test_a_view_stays_where_it_was_taken_when_the_program_moves_its_position() -
 
 
 @run_on_ranks(2)
-def test_views_taken_under_no_grad_follow_their_base() -> None:
+def test_views_taken_under_no_grad_follow_their_base_and_those_of_inference_can_be_read() -> None:
     mesh = hp.init_device_mesh("cpu", (2,))
     for take in (VIEWS["split"], VIEWS["slice"], VIEWS["last row"], VIEWS["reshape"]):
         for layout in layouts_of(mesh, _base(), False):
@@ -283,6 +283,9 @@ def test_views_taken_under_no_grad_follow_their_base() -> None:
                 whole = _base() * 2
                 take(whole).add_(1)
                 torch.testing.assert_close(base.full_tensor(), whole)
+            with torch.inference_mode():
+                view = take(hp.distribute_tensor(_base(), mesh, layout) * 2)
+            torch.testing.assert_close(view.full_tensor(), take(_base() * 2))
 
 
 @run_on_ranks(2)

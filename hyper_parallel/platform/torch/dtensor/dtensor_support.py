@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -114,7 +114,7 @@ def as_parameter(tensor: Any, requires_grad: bool | None = None) -> torch.nn.Par
 
 def fill_block(tensor: torch.Tensor, values: torch.Tensor) -> None:
     """Copy ``values`` into the DTensor's own block; like any in-place write it is recorded unless under no_grad."""
-    with NoInterception():
+    with NoInterception(), torch.inference_mode() if torch.Tensor.is_inference(tensor) else nullcontext():
         torch.Tensor.copy_(tensor, values)
 
 
