@@ -185,7 +185,7 @@ def test_windows_that_overlap_cannot_be_written_into() -> None:
     mesh = hp.init_device_mesh("cpu", (2,))
     x = hp.distribute_tensor(_base(), mesh, [hp.Shard(0)])
     windows = x.unfold(0, 2, 1)
-    with pytest.raises(RuntimeError, match=r"add_: the windows of unfold overlap.*global shape \(6, 6\) itself"):
+    with pytest.raises(RuntimeError, match=r"add_: elements of a view by unfold overlap.*global shape \(6, 6\) itself"):
         windows[0].add_(1.0)
     torch.testing.assert_close(windows.full_tensor(), _base().unfold(0, 2, 1))
     torch.testing.assert_close(x.full_tensor(), _base())
@@ -299,3 +299,5 @@ def test_copies_and_stretched_views() -> None:
         assert torch.equal(base.full_tensor(), torch.ones(1, 3))
         base.mul_(3)
         assert torch.equal(stretched.full_tensor(), torch.full((4, 3), 3.0))
+        with pytest.raises(RuntimeError, match="clone"):
+            base[:, 1:].expand(4, 2).add_(1)

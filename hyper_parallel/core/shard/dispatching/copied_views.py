@@ -56,8 +56,10 @@ class _Source:
         result = self.func(base, *self.args, **self.kwargs)
         return result if self.index is None else result[self.index]
 
-    def has_overlaps(self) -> bool:
+    def has_overlaps(self, view: DTensor) -> bool:
         """Whether an element of the base is several ones of the view."""
+        if self.name in _STRETCHES:
+            return view.numel() > self.base.numel()
         given = dict(zip(("dimension", "size", "step"), self.args, strict=False)) | self.kwargs
         return self.name == "unfold" and given["size"] > given["step"]
 
@@ -147,11 +149,11 @@ class CopiedView(DTensor):
     def _check_write(self, name: str) -> None:
         root: DTensor = self
         while isinstance(root, CopiedView) and root._source is not None:
-            if root._source.has_overlaps():
+            if root._source.has_overlaps(root):
                 raise RuntimeError(
-                    f"{name}: the windows of unfold overlap, and what is written into one along a sharded dim would "
-                    f"not be seen in the next: write into the tensor of global shape {tuple(root._source.base.shape)} "
-                    "itself, or into a clone()"
+                    f"{name}: elements of a view by {root._source.name} overlap, and what is written into one along a "
+                    "sharded dim would not be seen in the next: write into the tensor of global shape "
+                    f"{tuple(root._source.base.shape)} itself, or into a clone()"
                 )
             if root._source.name == "detach" or not root._source.is_view_on_one_device():
                 return
