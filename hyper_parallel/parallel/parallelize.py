@@ -35,6 +35,7 @@ from hyper_parallel.parallel.parallel import Parallel
 from hyper_parallel.parallel.pipeline import Pipeline, in_silent_world
 from hyper_parallel.parallel.sequence_inputs import Sequences
 from hyper_parallel.parallel.stages import split_model, stream_between, table_for
+from hyper_parallel.plans.adapters import adapted_parameters
 from hyper_parallel.plans.for_model import for_model, unsharded
 from hyper_parallel.plans.roles import PlanError
 from hyper_parallel.plans.structure import structure_of
@@ -318,6 +319,13 @@ def _share_parameters(model: Any, meshes: Meshes, policy: MixedPrecisionPolicy |
     data = meshes.data
     if data.size() == 1 and policy is None and not offload:
         return
+    adapted = adapted_parameters(dict(_platform.get_cells_and_names(model)))
+    if adapted:
+        raise ValueError(
+            f"parallelize: peft adapts the parameter {adapted[0]!r} (target_parameters) by replacing it while its "
+            "module runs, which cannot be where fully_shard holds it: adapt linear layers (target_modules), or leave "
+            "dp_replicate, dp_shard and cp at 1, without precision and offload"
+        )
     for path, module in _platform.get_cells_and_names(model) if data.size() > 1 else ():
         if _platform.is_embedding_module(module) and getattr(module, "max_norm", None) is not None:
             raise ValueError(

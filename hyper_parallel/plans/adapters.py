@@ -27,6 +27,13 @@ def adapted_path(path: str, modules: Mapping[str, Any]) -> str:
     return path
 
 
+def adapted_parameters(modules: Mapping[str, Any]) -> list[str]:
+    """Parameters that peft's ``target_parameters`` adapts, by their names without it; it replaces them while their
+    module runs."""
+    wrappers = {path: module for path, module in modules.items() if type(module).__name__ == "ParamWrapper"}
+    return [f"{path}.{module.parameter_name}".replace(f".{_INSIDE}.", ".") for path, module in wrappers.items()]
+
+
 def _around(path: str) -> list[str]:
     names = path.split(".")
     return [".".join(names[:count]) for count in range(1, len(names))]

@@ -112,3 +112,16 @@ def test_an_adapter_on_the_embedding_is_refused_by_stages(base):
 
     with pytest.raises(ValueError, match=r"embed_tokens' runs before the blocks with parameters of .*use tp, dp_shard"):
         threads(2).run(program)
+
+
+def test_adapters_on_parameters_are_refused_where_these_are_sharded(base):
+    def work():
+        import peft
+
+        config = peft.LoraConfig(r=3, target_modules=["q_proj"], target_parameters=["mlp.down_proj.weight"])
+        model = peft.get_peft_model(copy.deepcopy(base), config)
+        told = r"layers.0.mlp.down_proj.weight' \(target_parameters\).*adapt linear layers \(target_modules\)"
+        with pytest.raises(ValueError, match=told):
+            hp.parallelize(model, "dp_shard=2")
+
+    threads(2).run(work)
