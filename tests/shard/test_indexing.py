@@ -278,6 +278,9 @@ def test_bincount_of_shards_is_a_partial_sum() -> None:
     assert counts.placements == (hp.Partial(),) and recorder.counts == {"all_reduce": 1}
     assert counts.full_tensor().tolist() == [2, 2, 0, 0, 0, 1]
     assert torch.bincount(x, minlength=x.sum()).full_tensor().tolist() == [2, 2, 0, 0, 0, 1, 0]
+    one = [hp.distribute_tensor(torch.tensor([value]), mesh, [hp.Shard(0)]) for value in (1, 0.5)]
+    weighed = torch.bincount(*one).full_tensor()  # a rank without values counts whole numbers
+    assert weighed.dtype == torch.float32 and weighed.tolist() == [0, 0.5]
     bad = hp.distribute_tensor(torch.tensor([0, 1, -1]), mesh, [hp.Shard(0)])
     with pytest.raises(RuntimeError, match="non-negative"):  # on every rank, not on that with the bad value alone
         torch.bincount(bad)

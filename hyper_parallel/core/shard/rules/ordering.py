@@ -153,6 +153,9 @@ def _bincount(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     except RuntimeError as raised:
         error = raised
     length = attributed("inside bincount", agreed_maximum, mesh, axes, 0 if counts is None else len(counts), error)
+    if weights is not None and tensor.shape[0] and "int" in str(_platform.dtype_name(counts.dtype)):  # no values here
+        single = _platform.dtype_name(weights.dtype) == "float32"
+        counts = _platform.tensor_type_cast(counts, "float32" if single else "float64")
     missing = length - len(counts)
     if missing:
         counts = _platform.cat([counts, _platform.zeros((missing,), counts.dtype, counts.device)])
