@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import hyper_parallel as hp
+from hyper_parallel.testing import threads
 from tests.world import run_on_ranks
 
 transformers = pytest.importorskip("transformers", reason='an extra: pip install "hyper-parallel[transformers]"')
@@ -47,14 +48,31 @@ def _deferred(name):
 
 
 def _whole(model):
-    found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    return {name: (one.full_tensor() if isinstance(one, hp.DTensor) else one).detach() for name, one in found.items()}
+    return {name: _whole_of(one) for name, one in [*model.named_parameters(), *model.named_buffers()]}
+
+
+def _whole_of(tensor):
+    return (tensor.full_tensor() if isinstance(tensor, hp.DTensor) else tensor).detach()
 
 
 def _same(got, want):
     assert list(got) == list(want)
     for name, value in want.items():
         assert torch.equal(got[name], value), name
+
+
+def test_a_tied_embedding_keeps_its_row_for_padding_on_every_stage():
+    hp.manual_seed(0)
+    weight = hp.materialize(_deferred("llama")).lm_head.weight.detach()
+    assert not weight[0].any() and weight[1:].all()
+    assert not _build("llama").lm_head.weight[0].any()
+
+    def stages():
+        run = hp.parallelize(_deferred("llama"), pp=2, microbatches=2).materialize(seed=0)
+        return _whole_of(dict(run.named_parameters())["model.embed_tokens.weight"])
+
+    for found in threads(2).run(stages):
+        assert torch.equal(found, weight)
 
 
 @pytest.mark.parametrize("name", CASES)

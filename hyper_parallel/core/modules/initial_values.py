@@ -25,6 +25,7 @@ from hyper_parallel.platform import get_platform
 _CONSTANT = "hyper_parallel_constant"
 _INITIALIZER = "hyper_parallel_initializer"
 _NUMBER = "hyper_parallel_number"  # of a parameter, see below
+_FIRST_OWNER = "hyper_parallel_first_owner"  # of a parameter that several modules have: (module, name there)
 _NUMBER_OF_MODULE = "hyper_parallel_module_number"
 _INITIAL_VALUES = 1  # the purpose of an address
 
@@ -40,9 +41,14 @@ def number_of(parameter: Any) -> int | None:
     return None if number is None else number.draw()
 
 
+def first_owner_of(parameter: Any) -> tuple[Any, str] | None:
+    """The first module that has a tied parameter without memory, which may be on another stage, and its name there."""
+    return getattr(parameter, _FIRST_OWNER, None)
+
+
 def carry_initial_values(source: Any, target: Any) -> None:
     """Let ``target``, cut out of ``source``, remember what ``source`` knows about its initial values."""
-    for note in (_CONSTANT, _INITIALIZER, _NUMBER):
+    for note in (_CONSTANT, _INITIALIZER, _NUMBER, _FIRST_OWNER):
         if getattr(source, note, None) is not None:
             setattr(target, note, getattr(source, note))
 
@@ -82,10 +88,13 @@ def number_initial_values(module: Any) -> None:
     parameters: dict[int, Any] = {}
     adapters: dict[int, Any] = {}
     modules = []
+    owners: dict[int, tuple[Any, str]] = {}
     for _, owner in platform.get_cells_and_names(module):
         if getattr(owner, _NUMBER_OF_MODULE, None) is None:
             modules.append(owner)
         for name, parameter in platform.own_parameters(owner).items():
+            if owners.setdefault(id(parameter), (owner, name))[0] is not owner and platform.has_no_memory(parameter):
+                setattr(parameter, _FIRST_OWNER, owners[id(parameter)])
             # Also those that are all one number: frameworks differ in which of them tell, and not in their numbers.
             if platform.has_no_memory(parameter) and getattr(parameter, _NUMBER, None) is None:
                 (adapters if is_of_adapter(name) else parameters)[id(parameter)] = parameter
