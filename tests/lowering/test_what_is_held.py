@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
+import hyper_parallel as hp
 from hyper_parallel.testing import threads
 from tests.lowering.test_refusals import MASKS, call
 from tests.lowering.test_what_users_change import _compare, _named, _start
@@ -219,6 +220,16 @@ def test_what_changes_between_calls():
             assert region.num_calls["lowered"] > 0 and not region.refusals, (name, region.refusals)
 
     threads(2).run(run)
+
+
+def test_transformed_calls_run_by_dispatch():
+    model = nn.Sequential(nn.Linear(4, 3))
+    lowering = hp.lower(model, "0")
+    x = torch.ones(2, 4)
+    for _ in range(2):
+        assert torch.equal(torch.func.vmap(model)(x), model(x))
+        torch.testing.assert_close(torch.func.grad(lambda y: model(y).sum())(x), model[0].weight.sum(0).expand(2, 4))
+    assert lowering["0"].num_calls == {"recorded": 1, "lowered": 1, "dispatched": 4, "verified": 0}
 
 
 def _begin(seed, layer):

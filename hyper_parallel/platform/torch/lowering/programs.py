@@ -148,9 +148,9 @@ def saving_as_ever() -> Any:
 
 def can_record() -> bool:
     """Whether calls of this thread may be recorded and replaced now: not where tensors have no memory, or hooks for all
-    modules are to see those inside.
+    modules are to see those inside, or under ``torch.func``, whose tensors stand for others.
     """
-    return not is_silent() and not has_global_hooks()
+    return not (is_silent() or has_global_hooks() or is_transformed())
 
 
 def tensor_names(module: nn.Module) -> list[tuple[str, str]]:
