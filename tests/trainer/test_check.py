@@ -228,6 +228,13 @@ def test_configs_of_hugging_face_shrink(tmp_path):
     }
 
 
+def test_a_part_of_each_head_that_turns_fits_a_small_head(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "gptj", "n_embd": 4096, "n_head": 16, "rotary_dim": 64, "n_layer": 2}))
+    args = shrink(_config(model={"hugging_face": str(path), "weights": "scratch"}), 1)[0].model.args
+    assert args == {"n_embd": 8, "n_head": 1, "rotary_dim": 8, "n_layer": 2}
+
+
 def test_latent_heads_and_groups_of_experts_fit_each_other(tmp_path):
     path = tmp_path / "config.json"
     heads = {"num_attention_heads": 128, "num_key_value_heads": 128, "head_dim": 64, "qk_rope_head_dim": 64}

@@ -180,6 +180,8 @@ def _hugging_face(values: dict[str, Any], tp: int, ep: int, blocks: int) -> dict
         if isinstance(values.get("head_dim"), int) and "qk_rope_head_dim" not in values:
             found["head_dim"] = min(values["head_dim"], _HEAD_DIM)
         usual = hidden[0][1] // heads if hidden else _HEAD_DIM
+        if isinstance(values.get("rotary_dim"), int):
+            found["rotary_dim"] = min(values["rotary_dim"], usual, _HEAD_DIM)
         found |= dict.fromkeys((key for key, _ in hidden), fewer * min(usual, _HEAD_DIM))
     for key, size in given("width"):
         found[key] = shrunk_size(size, tp, _WIDTH)
