@@ -58,10 +58,19 @@ def _reference(name: str, config: LlamaConfig) -> ModelSource:
 # ---------------------------------------------------------------- Hugging Face
 
 
+def parse_config(text: str) -> Any:
+    """What a config.json of transformers says, which writes numbers that JSON does not have as tables.
+
+    >>> parse_config('{"time_step_limit": [0.0, {"__float__": "Infinity"}]}')
+    {'time_step_limit': [0.0, inf]}
+    """
+    return json.loads(text, object_hook=lambda table: float(table["__float__"]) if "__float__" in table else table)
+
+
 def _hugging_face(path: Path) -> ModelSource:
     path = path / "config.json" if path.is_dir() else path
     try:
-        data = json.loads(path.read_text(encoding="utf-8-sig"))
+        data = parse_config(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist; give a Hugging Face config.json, or the folder with one") from None
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import json
 from fnmatch import fnmatchcase
 from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
+from hyper_parallel.analysis.model_source import parse_config
 from hyper_parallel.core.modules.deferred import deferred_init
 from hyper_parallel.core.modules.lora import add_lora
 from hyper_parallel.models.sizes import build_reference, model_size
@@ -72,7 +72,7 @@ def _hugging_face(config: ModelConfig) -> Any:
             'model.hugging_face: transformers is not installed; pip install "hyper-parallel[transformers]"'
         ) from None
     path = Path(str(config.hugging_face))
-    values = json.loads(read_text(path / "config.json" if path.is_dir() else path))
+    values = parse_config(read_text(path / "config.json" if path.is_dir() else path))
     try:
         kind = transformers.AutoConfig.for_model(values.pop("model_type"), **{**values, **config.args})
         return transformers.AutoModelForCausalLM.from_config(kind)
