@@ -43,6 +43,9 @@ def test_it_answers_as_the_whole_tensor(placements, shape):
     assert made.dtype is torch.float64 and made.device == torch.device("cpu") and made.is_floating_point()
     assert not made.is_complex() and not made.is_sparse and made.is_cpu and not made.is_cuda
     assert made.device_mesh == mesh and made.layout is Layout.resolve(mesh, placements, len(shape))
+    asking = {"__name__": "transformers.models.of_one_device"}  # torch.zeros(2, layout=tensor.layout)
+    exec("def layout_of(tensor): return tensor.layout", asking)
+    assert asking["layout_of"](made) is torch.strided
     assert made.placements == made.layout.placements
     assert made.local_shape == tuple(made.to_local().shape) == made.layout.local_shape(shape)
     assert type(made.to_local()) is torch.Tensor

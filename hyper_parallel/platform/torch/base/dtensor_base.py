@@ -91,9 +91,9 @@ class DTensorBase(LawfulGradients, torch.Tensor):
 
     @property
     def layout(self) -> Any:  # type: ignore[override]
-        """Where the data lies. PyTorch's own code, which asks whether a tensor is dense or sparse, is told: dense."""
+        """Where the data lies. Code of PyTorch and transformers, which asks if a tensor is dense, is told: dense."""
         asking = sys._getframe(1).f_globals.get("__name__", "")
-        return torch.strided if asking.startswith("torch.") else self._layout
+        return torch.strided if asking.startswith(("torch.", "transformers.")) else self._layout
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
