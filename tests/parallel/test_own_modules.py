@@ -150,3 +150,31 @@ def test_parameters_without_dims_are_written(tmp_path):
 
     for want in threads(2).run(work):
         assert torch.equal(load_file(tmp_path / "model.safetensors")["blocks.1.scale"], want)
+
+
+class Renormalizes(Block):
+    def forward(self, x):
+        with torch.no_grad():
+            self.up.weight.div_(self.up.weight.norm(dim=1, keepdim=True))
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(("degrees", "ranks"), [("dp_shard=2", 2), ("dp_shard=2, tp=2", 4)])
+def test_writes_into_sharded_parameters_are_refused(degrees, ranks):
+    with pytest.raises(RuntimeError, match=r"forward wrote into 'blocks.0.up.weight', .* the write would be lost"):
+        threads(ranks).run(_on_a_rank, (Renormalizes,), degrees, {})
+
+
+def test_writes_into_parameters_that_stay_are_those_of_one_device():
+    test_numbers_of_one_device((Renormalizes,), {}, "tp=2", 2)
+
+
+class Held(Block):
+    def forward(self, x):
+        self.array = self.up.weight.detach().numpy()
+        return super().forward(x)
+
+
+def test_whole_parameters_that_numpy_holds():
+    with pytest.raises(RuntimeError, match="cannot be given back: numpy holds it"):
+        threads(2).run(_on_a_rank, (Held,), "dp_shard=2", {})

@@ -84,7 +84,9 @@ class HSDPModule:
         try:
             if unit.depth == 0:
                 forward_pass = root.enter(unit)
-                unit.shadow({one: forward_pass.values_of(one) for one in (unit, *unit.lenders)})
+                values = {one: forward_pass.values_of(one) for one in (unit, *unit.lenders)}
+                unit.shadow(values)
+                unit.note_writes(values[unit])
             unit.depth += 1
             if unit.casts_inputs:
                 args, kwargs = unit.cast_inputs(args, kwargs)
@@ -97,6 +99,7 @@ class HSDPModule:
                 outputs = unit.cast_outputs(outputs)
             unit.depth -= 1
             if unit.depth == 0:
+                unit.refuse_writes()
                 unit.unshadow()
                 root.leave(unit, self, outputs)
             if early is not None:

@@ -12,6 +12,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.core.dtensor.comm_recorder import attributed
+from hyper_parallel.core.dtensor.distributed_tensor import DTensor
 from hyper_parallel.core.fully_shard.flat_buffer import FlatBuffer
 from hyper_parallel.core.fully_shard.output_tensors import attributes_with_graph
 from hyper_parallel.core.fully_shard.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -69,6 +70,8 @@ class Unit:
         self.num_users = 0  # units that are running and see its values: itself, and those that borrow from it
         self.state = SHARDED
         self._num_looks = 0
+        self._num_noted = 0
+        self._noted: list[tuple[Any, Any]] = []
         self._side_outputs: list[tuple[Any, str]] = []
         self.keeps_part = False  # of the whole values; see `FlatBuffer.keep_part`
         self.runs_backward = False
@@ -260,6 +263,23 @@ class Unit:
                 "backward first"
             )
 
+    def note_writes(self, values: Sequence[Any]) -> None:
+        """Note how often the whole values were written to, in the first passes: a forward that writes does so there."""
+        if self.buffers and self._num_noted < 2:
+            self._num_noted += 1
+            self._noted = [(value, _writes_to(value)) for value in values]
+
+    def refuse_writes(self) -> None:
+        """Raise if forward wrote into one of the whole values, which are given back: the shards do not know of it."""
+        noted, self._noted = self._noted, []
+        for parameter, (value, before) in zip(self.parameters, noted, strict=False):
+            if _writes_to(value) != before and parameter.is_sharded:
+                raise RuntimeError(
+                    f"fully_shard: forward wrote into {self.root.name_of(parameter)!r}, whose whole value is there "
+                    "during the call alone: the write would be lost. Compute with a new value (weight / weight.norm()) "
+                    "or write into the parameter between steps"
+                )
+
     # ---------------------------------------------------------------- precision at the boundary
 
     @property
@@ -334,6 +354,10 @@ class Unit:
         if self.depth == 0:
             self.unshadow()
         return _platform.take_grads(self.leaves())
+
+
+def _writes_to(value: Any) -> Any:
+    return _platform.write_mark(_platform.local_alias(value) if isinstance(value, DTensor) else value)[0]
 
 
 class _Naming:

@@ -63,6 +63,11 @@ class ReturnableMemory(parameter_units.ReturnableMemory):
 
     def release(self) -> None:
         if self._is_there:
+            if not self._storage.resizable():
+                raise RuntimeError(
+                    "the memory of whole parameters cannot be given back: numpy holds it, by weight.numpy() in a "
+                    "forward; write weight.tolist() or weight.clone().numpy()"
+                )
             self._is_there = False
             self._resize(0)
 
