@@ -101,12 +101,25 @@ def _read_roles(model: Any, keep_whole: Iterable[str]) -> Roles:
     outermost = outermost_of(roles.blocks)
     for block in outermost or [""]:
         _read_block(block, modules, roles, skipped, declaration, keep_whole, refuse=bool(outermost))
+    _leave_out_shared(roles, modules)
     taken = (*skipped, *roles.columns, *roles.rows)
     roles.vocabularies, roles.heads = read_ends(model, modules, roles.blocks, taken)
     for name in ("columns", "rows", "attentions", "vocabularies", "heads"):
         setattr(roles, name, [adapted_path(path, everything) for path in getattr(roles, name)])
     roles.fused = {adapted_path(path, everything): parts for path, parts in roles.fused.items()}
     return roles
+
+
+def _leave_out_shared(roles: Roles, modules: Mapping[str, Any]) -> None:
+    """A weight that one layer would have cut by outputs and another by inputs stays whole in both."""
+    platform = get_platform()
+    columns, rows = (
+        {path: id(platform.own_parameters(modules[path])["weight"]) for path in paths}
+        for paths in (roles.columns, roles.rows)
+    )
+    both = set(columns.values()) & set(rows.values())
+    roles.columns = [path for path, weight in columns.items() if weight not in both]
+    roles.rows = [path for path, weight in rows.items() if weight not in both]
 
 
 def _is_kept(path: str, keep_whole: Iterable[str]) -> bool:

@@ -50,6 +50,18 @@ class WithWeight(Block):
         return super().forward(torch.einsum("ts,bsd->btd", self.mix, x))
 
 
+class Square(Block):
+    """The layers of a pair may have one weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.fc1, self.fc2 = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 9), nn.Linear(9, 6)
+        self.down.weight = self.up.weight
+
+    def forward(self, x):
+        return super().forward(x) + self.fc2(self.fc1(x).relu())
+
+
 class Model(nn.Module):
     def __init__(self, block, rows=nn.ModuleList):
         super().__init__()
@@ -90,6 +102,7 @@ def _on_a_rank(args, degrees, options):
         ((ComputedTwice,), {}),
         ((WithWeight,), {"keep_whole": ["blocks.*.mix"]}),
         ((Block, nn.Sequential), {"recompute": "full"}),
+        ((Square,), {}),
     ],
 )
 @pytest.mark.parametrize(("degrees", "ranks"), [("tp=2", 2), ("dp_shard=2, tp=2", 4)])
