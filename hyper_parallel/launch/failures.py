@@ -33,6 +33,7 @@ class Death:
     time: float
     step: int | None
     error: RankError | None
+    log_begin: int = 0  # where what it wrote begins in its log, behind earlier runs
 
     @property
     def is_echo(self) -> bool:
@@ -74,7 +75,7 @@ def deaths_of(ranks: Sequence[Rank], folder: Path) -> list[Death]:
         error = read_error(error_path(folder, rank.rank))
         when = error.time if error is not None else rank.ended or 0.0
         step = read_notes(notes_path(folder, rank.rank)).step
-        found.append(Death(rank.rank, status, when, step, error))
+        found.append(Death(rank.rank, status, when, step, error, rank.log_begin))
     return sorted(found, key=lambda death: death.order)
 
 
@@ -87,7 +88,8 @@ def tell(deaths: Sequence[Death], world_size: int, folder: Path, stubborn: Seque
     if cause.error is not None:
         text += cause.error.traceback.rstrip().splitlines()
     else:
-        text += [f"  rank {cause.rank}: {line}" for line in last_lines(log_path(folder, cause.rank), _MOST_LINES)]
+        lines = last_lines(log_path(folder, cause.rank), _MOST_LINES, cause.log_begin)
+        text += [f"  rank {cause.rank}: {line}" for line in lines]
     if world_size > 1:
         text.append(_the_rest(echoes, world_size, stubborn))
     text.append(f"logs: {folder}/rank-*.txt, of this one {log_path(folder, cause.rank)}")

@@ -54,6 +54,7 @@ class Rank:
 
     rank: int
     process: subprocess.Popen[bytes]
+    log_begin: int = 0  # where its output begins in its log, behind that of earlier runs
     ended: float | None = None  # when it was first seen ended
 
     def poll(self) -> int | None:
@@ -168,6 +169,7 @@ def _start(job: Job, attempt: int, local_rank: int, environment: Mapping[str, st
         if attempt:
             log.write(f"---- attempt {attempt + 1} ----\n".encode())
             log.flush()
+        begin = log.tell()
         try:
             process = subprocess.Popen(
                 job.command,
@@ -180,7 +182,7 @@ def _start(job: Job, attempt: int, local_rank: int, environment: Mapping[str, st
             )
         except OSError as error:
             raise ValueError(f"cannot start {job.command[0]!r}: {error.strerror}") from None
-    return Rank(rank, process)
+    return Rank(rank, process, begin)
 
 
 def end_ranks(ranks: Sequence[Rank], patience: float, number: int = signal.SIGTERM) -> list[int]:

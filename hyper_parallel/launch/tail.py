@@ -32,11 +32,11 @@ class Tail:
             yield line.decode(errors="replace")
 
 
-def last_lines(path: Path, count: int) -> list[str]:
-    """The last lines of a file that are not empty."""
+def last_lines(path: Path, count: int, begin: int = 0) -> list[str]:
+    """The last lines of a file, from a place on, that are not empty."""
     try:
         with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - _MOST_BYTES))
+            file.seek(max(begin, path.stat().st_size - _MOST_BYTES))
             text = file.read().decode(errors="replace")
     except FileNotFoundError:
         return []

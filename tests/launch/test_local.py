@@ -222,6 +222,17 @@ def test_a_kill_comes_before_the_errors_it_causes(script, tmp_path):
     assert _gone(tmp_path)
 
 
+def test_the_last_words_of_an_earlier_run_are_not_told(script, tmp_path):
+    log = tmp_path / "run" / "logs" / "rank-0.txt"
+    log.parent.mkdir(parents=True)
+    log.write_text("earlier words\n")
+    command = script("print('the last words', flush=True)\nos.kill(os.getpid(), signal.SIGKILL)\n")
+    with pytest.raises(RankFailure, match="rank 0: the last words") as failure:
+        run_local(command, 1, folder=tmp_path / "run")
+    assert "earlier words" not in str(failure.value)
+    assert log.read_text().startswith("earlier words\n")
+
+
 def test_an_abort_behind_an_error_about_another_rank_is_an_echo(script):
     command = script(
         "class CommunicationError(RuntimeError): pass\n"
