@@ -51,7 +51,8 @@ class Counts:
         if rows == 0 or labels is None or not _platform.is_tensor(labels):
             return cls(_number(0, like) if rows == 0 else number, _number(0, like), number)
         later = labels[:, 1:] if labels.ndim > 1 else labels
-        return cls(num_targets(labels), num_targets(later), number)
+        given = batch.get("shift_labels")  # the token behind each position, in place of the labels
+        return cls(num_targets(labels if given is None else given), num_targets(later), number)
 
     def vector(self) -> Any:
         return _platform.cat([one.reshape(1) for one in (self.targets, self.shifted, self.rows)], 0)

@@ -87,7 +87,7 @@ def test_same_as_one_device(case) -> None:
 
 
 def _logits(order: str, given: dict[str, torch.Tensor]) -> torch.Tensor:
-    run = hp.parallelize(build("llama"), "cp=2", order=order, microbatches=2)
+    run = hp.parallelize(build("llama"), "cp=2", order=order, attention="ring", microbatches=2)  # with a cache
     with in_double(), torch.no_grad():
         return run(input_ids=given["input_ids"]).logits
 
@@ -160,6 +160,17 @@ def test_a_mask_that_models_make_and_do_not_use_or_compute_with() -> None:
     query, keys = torch.zeros(2, 4, 6, 8), torch.zeros(2, 4, 9, 8)  # DeepSeek-V4: with compressed ones behind
     with pytest.raises(ValueError, match=r"Module attends to 9 keys, and its mask is of 6 tokens: .* without cp"):
         attend(torch.nn.Module(), query, keys, keys, causal)
+
+
+def test_labels_that_were_shifted_before_are_counted_as_they_are() -> None:
+    given = _given(12, "causal")
+    given["shift_labels"] = torch.cat([given["labels"][:, 1:], torch.full((4, 1), -100)], 1).masked_fill(
+        given["input_ids"] % 3 == 0, -100
+    )
+    want = _on_one_device("llama", given)
+    for order in ("contiguous", "zigzag"):
+        for got in threads(2).run(_on_a_rank, "llama", given, "cp=2", {"order": order}):
+            assert_same(got, want, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", ["contiguous", "zigzag", "striped"])

@@ -174,8 +174,11 @@ def cat(call: OpCall) -> Signature:
     (dim,) = dim_list(bound.get("axis", bound["dim"]), len(labels))
     joined = without(labels, [dim])
     # An empty vector may be joined to anything.
-    inputs = tuple(joined if spec.ndim == len(labels) else (None,) * spec.ndim for spec in call.tensors)
-    return Signature(inputs, (joined,), linear=all_together(call))
+    inputs = [joined if spec.ndim == len(labels) else (None,) * spec.ndim for spec in call.tensors]
+    whole = next((place for place, spec in enumerate(call.tensors) if spec.shape == call.outputs[0]), None)
+    if whole is not None:  # the others are empty, as caches are at first, and this one may lie as it does
+        inputs[whole] = joined = labels
+    return Signature(tuple(inputs), (joined,), linear=all_together(call))
 
 
 @rule("stack")
