@@ -8,7 +8,7 @@ from typing import Any, NoReturn, Protocol
 
 from hyper_parallel.core.dtensor.random.sample_address import at_address, current
 from hyper_parallel.core.fully_shard.hsdp_module import HSDPModule
-from hyper_parallel.core.shard.dispatching.mixing import OtherSamplesError, implicit_replication, samples_differ_beyond
+from hyper_parallel.core.shard.dispatching.mixing import OtherSamplesError, samples_differ_beyond
 from hyper_parallel.parallel.degrees import Degrees
 from hyper_parallel.parallel.meshes import Meshes
 from hyper_parallel.parallel.micro_batches import MicroBatch
@@ -72,8 +72,7 @@ class InTurn:
             if backward:
                 _require_gradient(found[0])
                 # Recomputation without memory leaves the address of its draws behind: PyTorch's fork_rng skips those.
-                # The model's own, by torch.utils.checkpoint, runs its code again on plain tensors that are whole.
-                with at_address(current.address), implicit_replication():
+                with at_address(current.address):
                     _platform.backward(found[0])
             results.append(tuple(map(_platform.detached, found)))
         return results

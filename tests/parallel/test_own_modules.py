@@ -6,7 +6,6 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
-from torch.utils.checkpoint import checkpoint
 
 import hyper_parallel as hp
 from hyper_parallel.testing import threads
@@ -34,11 +33,6 @@ class WritesRows(Block):
         y[chosen] = super().forward(x[chosen])
         sums.index_add_(0, torch.arange(6), self.norm.bias)
         return x + y * sums
-
-
-class ComputedTwice(Block):
-    def forward(self, x):
-        return checkpoint(super().forward, x, use_reentrant=False)
 
 
 class WithWeight(Block):
@@ -99,7 +93,6 @@ def _on_a_rank(args, degrees, options):
     ("args", "options"),
     [
         ((WritesRows,), {}),
-        ((ComputedTwice,), {}),
         ((WithWeight,), {"keep_whole": ["blocks.*.mix"]}),
         ((Block, nn.Sequential), {"recompute": "full"}),
         ((Square,), {}),

@@ -14,7 +14,6 @@ from hyper_parallel.core.dtensor.distributed_tensor import DTensor
 from hyper_parallel.core.dtensor.random.sample_address import at_address, current
 from hyper_parallel.core.pipeline_parallel.runtime.boundary import without_partial_sums
 from hyper_parallel.core.pipeline_parallel.runtime.weight_gradients import WeightGradients, noting
-from hyper_parallel.core.shard.dispatching.mixing import implicit_replication
 from hyper_parallel.platform import get_platform
 
 __all__ = ["StageWork"]
@@ -73,9 +72,8 @@ class StageWork:
         """
         work = self._in_flight[microbatch]
         if work.roots:
-            # Recomputation without memory leaves the address of its draws behind; the model's own, by
-            # torch.utils.checkpoint, runs its code again on plain tensors that are whole.
-            with noting(work.pending), at_address(current.address), implicit_replication():
+            # Recomputation without memory leaves the address of its draws behind.
+            with noting(work.pending), at_address(current.address):
                 _platform.backward(work.roots, None if gradients is None else list(gradients))
         work.roots = []
         found = [_gradient_of(leaf) for leaf in work.leaves]
