@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import socket
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 import hyper_parallel as hp
 from hyper_parallel import checkpoint as ckpt
 from hyper_parallel.core.distributed_checkpoint import async_save as async_save_module
-from hyper_parallel.core.distributed_checkpoint.background import writer_handle
+from hyper_parallel.core.distributed_checkpoint.background import writer_handle, writer_process
 from tests.distributed_checkpoint.background_storage import (
     DyingWriter,
     FullDiskWriter,
@@ -321,3 +322,11 @@ def test_what_cannot_be_written_elsewhere(tmp_path):
     with pytest.raises(TypeError, match=r"'x' holds a builtins.object"):
         ckpt.save({"x": object()}, checkpoint_id=tmp_path / "c", no_dist=True)
     async_save_module._finish_all()
+
+
+def test_a_writer_ends_without_a_word_when_its_answers_are_not_read():
+    mine, theirs = socket.socketpair()
+    theirs.sendall(b"an answer")
+    mine.close()  # resets the connection, for the answer is unread
+    writer_process.serve(theirs)
+    theirs.close()

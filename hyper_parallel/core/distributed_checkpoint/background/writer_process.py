@@ -277,7 +277,7 @@ def serve(control: socket.socket) -> None:
             else:
                 agreement = WriterAgreement(rank, links, world_size) if world_size > 1 else AloneAgreement()
                 _say(control, _gently(_answer, value, memory, agreement))
-    except (EOFError, ParentGone):
+    except (EOFError, ConnectionResetError, ParentGone):  # reset: it was closed before all answers were read
         pass
 
 
