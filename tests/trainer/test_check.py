@@ -302,3 +302,25 @@ def test_a_model_that_cannot_be_split_is_told(tmp_path):
     done = CliRunner().invoke(app, ["check", str(tmp_path / "run.toml"), "--set", "parallel.ep=2"])
     assert done.exit_code == 2
     assert "parallel.ep: must be 1: llama-1b has no experts, got 2" in done.stderr
+
+
+_NARROW = """
+import torch
+from torch import nn
+
+
+class Narrow(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(2000, 8), nn.Linear(8, 2000)
+
+    def forward(self, ids, labels):
+        return nn.functional.cross_entropy(self.head(self.embedding(ids).float()).flatten(0, 1), labels.flatten())
+"""
+
+
+def test_a_model_that_fails_in_one_process_is_told_as_that(tmp_path, monkeypatch):
+    (tmp_path / "narrow_model.py").write_text(_NARROW)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=r"Narrow fails in one process already, under no layout, in float64 .*dtype"):
+        check_run(_config(model={"build": "narrow_model:Narrow"}), steps=1)

@@ -60,7 +60,7 @@ def check_run(
     tolerance = _TOLERANCE if dtype == "float64" and not is_hugging_face(model) else _ROUNDED_TOLERANCE
     if on_threads:
         data = _data(small, length, model)
-        (expected,) = threads(1).run(ranks.reference, one_process(small), data, steps)
+        expected = _reference(small, data, steps, model, dtype)
         answers = threads(size).run(ranks.compare, small, data, steps, expected, tolerance, tamper)
     else:
         if tamper is not None:
@@ -80,6 +80,17 @@ def check_run(
         largest=max(answer["largest"] for answer in answers),
         differences=differences,
     )
+
+
+def _reference(small: RunConfig, data: Dataset, steps: int, model: Any, dtype: str) -> Any:
+    try:
+        (expected,) = threads(1).run(ranks.reference, one_process(small), data, steps)
+    except (RuntimeError, LookupError) as error:
+        raise ValueError(
+            f"{type(model).__name__} fails in one process already, under no layout, in {dtype} at these sizes: "
+            f"{str(error).splitlines()[0]}"
+        ) from error
+    return expected
 
 
 def _missing(answers: list[dict[str, Any]], ranks_of_stage: int) -> list[Difference]:
