@@ -39,7 +39,9 @@ _LARGE = 1 << 16  # elements from which torch.cat, which copies by whole rows, i
 
 def _joined(parts: list[torch.Tensor] | tuple[torch.Tensor, ...], dim: int) -> torch.Tensor:
     """``torch.cat`` into new memory, which autocast lets be: it refuses dtypes that are not its own."""
-    return torch.cat(parts, dim, out=parts[0].new_empty(0))
+    shape = list(parts[0].shape)
+    shape[dim] = sum(part.shape[dim] for part in parts)
+    return torch.cat(parts, dim, out=parts[0].new_empty(shape))
 
 
 def gather_blocks(
