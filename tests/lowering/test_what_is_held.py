@@ -15,7 +15,7 @@ from torch import nn
 import hyper_parallel as hp
 from hyper_parallel.testing import threads
 from tests.lowering.test_refusals import MASKS, call
-from tests.lowering.test_what_users_change import _compare, _named, _start
+from tests.lowering.test_what_users_change import _compare, _named, _start, all_are_refused
 
 only_on = "torch"  # modules of PyTorch
 
@@ -240,10 +240,4 @@ def _begin(seed, layer):
 
 
 def test_what_is_refused():
-    def run():
-        for name, (body, given, said) in REFUSED.items():
-            calls = [call(seed, *given, before=functools.partial(_begin, seed)) for seed in range(3)]
-            region = _named(name, lambda body=body, calls=calls: _compare(body, calls))
-            assert any(said in one for one in region.refusals) and not region.tapes, (name, region.refusals)
-
-    threads(2).run(run)
+    threads(2).run(all_are_refused, REFUSED, _begin)

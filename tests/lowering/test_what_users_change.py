@@ -267,14 +267,15 @@ def _start(seed, layer):
     TABLE["count"] = 0
 
 
-def test_what_is_refused():
-    def run():
-        for name, (body, given, said) in REFUSED.items():
-            calls = [call(seed, *given, before=functools.partial(_start, seed)) for seed in range(3)]
-            region = _named(name, lambda body=body, calls=calls: _compare(body, calls))
-            assert any(said in one for one in region.refusals) and not region.tapes, (name, region.refusals)
+def all_are_refused(cases, begin):
+    for name, (body, given, said) in cases.items():
+        calls = [call(seed, *given, before=functools.partial(begin, seed)) for seed in range(3)]
+        region = _named(name, lambda body=body, calls=calls: _compare(body, calls))
+        assert any(said in one for one in region.refusals) and not region.tapes, (name, region.refusals)
 
-    threads(2).run(run)
+
+def test_what_is_refused():
+    threads(2).run(all_are_refused, REFUSED, _start)
 
 
 def test_hooks_for_all_modules_run():
