@@ -88,7 +88,7 @@ def _reference(small: RunConfig, data: Dataset, steps: int, model: Any, dtype: s
     except (RuntimeError, LookupError) as error:
         raise ValueError(
             f"{type(model).__name__} fails in one process already, under no layout, in {dtype} at these sizes: "
-            f"{str(error).splitlines()[0]}"
+            f"{(str(error) or type(error).__name__).splitlines()[0]}"
         ) from error
     return expected
 

@@ -144,7 +144,7 @@ def output_shapes(func: Callable[..., Any], args: Any, kwargs: Any) -> list[tupl
 def _shapes_with(
     stand_in: Callable[[Any], Any], func: Callable[..., Any], args: Any, kwargs: Any
 ) -> list[tuple[int, ...]]:
-
+    """The shapes of the results for what stands in for the tensors."""
     # Outside of modes: what they count and keep (selective checkpoints do both) is the work of the program, which plans
     # a call only once.
     with outside_of_modes(), torch.no_grad():
