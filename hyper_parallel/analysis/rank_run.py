@@ -138,7 +138,9 @@ def run_rank(job: Job, rank: int) -> RankRun:
             platform.watch_gradients(model, lambda gradient: counter.mark([gradient], "gradients"))
         training = _Training(job, run, inputs, optimizer, log, counter)
         with platform.watch_modules(model, log):
-            if job.offload:  # what lies in host memory is known when each block has been packed and stepped
+            if (
+                job.offload and job.device != "cpu"
+            ):  # what lies on the host is known behind a step, in which blocks pack
                 training.step()
                 counter.to_host([_local(one) for one in parameters])
                 counter.to_host(platform.optimizer_state_of(optimizer) if optimizer is not None else ())

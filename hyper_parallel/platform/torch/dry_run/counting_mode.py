@@ -186,7 +186,7 @@ class CountingMode(DispatchMode):
 
     def to_host(self, tensors: Iterable[torch.Tensor]) -> None:
         """The memory of ``tensors``, and of all that is computed from it alone, is the host's from here on."""
-        for tensor in tensors if self._device != "cpu" else ():
+        for tensor in tensors:
             with NoInterception():
                 seen = self._seen.get(id(tensor.untyped_storage()))
             if seen is not None:
